@@ -54,7 +54,7 @@ class Config:
     max_message_bytes: int = 16 << 20  # control messages above this are refused unread
     max_tombstones: int = 65536  # remembered ids of ended transfers, and as many evicted engines in engines()
     tombstone_ttl_s: float = 300.0
-    net_devices: str = ""  # UCX network devices, comma separated ("lo", "mlx5_0:1"); empty: UCX chooses
+    net_devices: str = ""  # a UCX network device ("lo", "mlx5_0:1"); empty: UCX or UCX_NET_DEVICES says
     ucx_options: str = ""  # more of UCX's per-agent options, "KEY=VALUE,KEY=VALUE"
     tcp_user_timeout_s: float = 3.0  # bounds UCX's TCP failure detection
     poll_min_s: float = 0.00005  # finest NIXL progress interval while something is in flight

@@ -38,6 +38,11 @@ class FailureCode(enum.StrEnum):
     write_stalled = "write_stalled"  # the WRITE neither ended nor failed within stall_timeout_s
     closing = "closing"  # this side or the peer shuts down
     internal = "internal"  # a bug in kvpush: the loop met an unexpected exception
+    unknown = "unknown"  # a newer peer sent a code that this version does not know
+
+    @classmethod
+    def _missing_(cls, value: object) -> FailureCode | None:
+        return cls.unknown if isinstance(value, str) and value.isidentifier() else None
 
 
 RETRYABLE_CODES = frozenset(
