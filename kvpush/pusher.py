@@ -1,0 +1,466 @@
+"""PrefillPusher: the prefill engine's end, as its users see it, and the loop around :mod:`kvpush.prefill`.
+
+**Threads.** Every public method may be called from any thread, returns in microseconds unless it says otherwise, and
+never raises for a peer's fault. The loop thread owns the NIXL agent, the ROUTER and the core
+(:mod:`kvpush.loop` says what wakes it and how it stops).
+
+**Queues.** ``push()`` and ``cancel()`` append to the loop's commands; the loop appends to the events that ``poll()``
+and ``wait()`` take. Both are bounded: a transfer counts against ``max_pending_pushes`` until its end has been polled.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpush import wire
+from kvpush.config import Config
+from kvpush.endpoint import Endpoint, advertised, parse_listen
+from kvpush.errors import Closed, Failure, FailureCode, TransportError, UsageError
+from kvpush.events import BlocksReleased, Outcome, PushFinished
+from kvpush.identity import Identity, new_identity
+from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
+from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
+from kvpush.loop import Loop
+from kvpush.nixl_transport import NixlTransport
+from kvpush.plan import PairPlan, check_block_ids, pair
+from kvpush.prefill import Effect, Emit, LoadPeer, PostWrite, PrefillCore, ReleasePeer, Send
+from kvpush.registry import Clock, Registry
+from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position
+from kvpush.transport import RemoteHandle, Transport, TransportFactory, WriteHandle
+
+BlockIds = npt.NDArray[np.int64]
+
+MESSAGES_PER_TURN = 256  # so that a flood of control messages does not starve the WRITEs
+GOODBYE_LINGER_S = 0.2  # time for the last messages to leave before the sockets close
+
+
+class Fence(Protocol):
+    """What ``ready=`` must offer; a recorded ``torch.cuda.Event`` does."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it. Called on the loop thread until it says so; must not block."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    first_block: int
+    block_ids: BlockIds
+    last: bool
+
+    @property
+    def end_block(self) -> int:
+        return self.first_block + len(self.block_ids)
+
+    def is_same(self, other: _Chunk) -> bool:
+        same_place = self.first_block == other.first_block and self.last == other.last
+        return same_place and np.array_equal(self.block_ids, other.block_ids)
+
+    def overlaps(self, other: _Chunk) -> bool:
+        return self.first_block < other.end_block and other.first_block < self.end_block
+
+
+@dataclass(slots=True)
+class _Account:
+    """A transfer that push() took."""
+
+    chunks: list[_Chunk] = field(default_factory=list)
+
+
+class PrefillPusher(Side[PushFinished, _Account]):
+    """Pushes finished KV blocks into the decode engines that registered for them.
+
+    ``kv_caches`` maps layer names to tensors whose axes ``spec.dims`` names. They are registered with NIXL here and
+    must stay allocated until :meth:`close` has returned. ``listen`` is where decode engines dial (``"127.0.0.1:0"``,
+    ``"[::1]:5600"``, ``"0.0.0.0:5600"``); ``advertise`` is the address to tell them when it is another one.
+
+    Caller's duties: leave the blocks of a push untouched until an event says that they are reusable; call
+    :meth:`poll` (or :meth:`wait`) regularly.
+
+    Raises :class:`kvpush.ConfigurationError`, and :class:`kvpush.TransportError` when NIXL does not start.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        kv_caches: Mapping[str, torch.Tensor],
+        spec: KVCacheSpec,
+        *,
+        listen: str | tuple[str, int] = "127.0.0.1:0",
+        advertise: str | tuple[str, int] | None = None,
+        config: Config | None = None,
+        clock: Clock = time.monotonic,
+        transport_factory: TransportFactory = NixlTransport,
+    ) -> None:
+        config = config or Config()
+        geometry = geometry_of(kv_caches, spec)
+        identity = new_identity(check_engine_id(engine_id), spec, geometry)
+        endpoint = parse_listen(listen)
+        if endpoint.is_wildcard or advertise is not None:
+            advertised(endpoint, advertise)  # complain before anything is opened
+        registry = Registry(config, clock, random.Random())
+        ledger: Ledger[_Account] = Ledger(f"PrefillPusher {engine_id!r}", config.max_pending_pushes)
+        events: EventQueue[PushFinished] = EventQueue()
+        super().__init__(config, engine_id, identity.incarnation, registry, ledger, events)
+        self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
+        self._num_blocks = geometry.num_blocks
+        self._is_draining = False
+        self._loop = _PushLoop(identity, geometry, config, clock, registry, ledger, events, endpoint, transport_factory)
+        self._run(self._loop)
+        self.address: tuple[str, int] = advertised(self._loop.bound, advertise).address
+
+    def push(
+        self,
+        transfer_id: str,
+        block_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor,
+        *,
+        first_block: int = 0,
+        last: bool = True,
+        ready: Fence | None = None,
+    ) -> None:
+        """Position ``first_block + i`` of this transfer's KV is final in local block ``block_ids[i]``.
+
+        With ``last=False`` more chunks follow (chunked prefill), in any order, over positions that no chunk named
+        before. ``ready``, a recorded ``torch.cuda.Event``, delays the WRITE until the device has passed it. An
+        identical repetition of a chunk is folded into the first.
+
+        The blocks belong to kvpush until :class:`PushFinished` with ``blocks_reusable``, or :class:`BlocksReleased`.
+
+        Raises :class:`UsageError` for a bad id, block or position, :class:`QueueFull` (retryable: poll first) and
+        :class:`Closed`. Nothing has been taken then.
+        """
+        wire.check_id(transfer_id, "transfer_id")
+        ids = check_block_ids(block_ids, self._num_blocks, what="push: block_ids", unique=False)
+        chunk = _Chunk(check_position(first_block, len(ids), "push"), ids, bool(last))
+        if ready is not None and not callable(getattr(ready, "query", None)):
+            raise UsageError(f"push: ready={ready!r} has no query(): give a recorded torch.cuda.Event")
+        with self._ledger.lock:
+            index = self._admit(transfer_id, chunk)
+            if index is not None:
+                self._loop.submit(partial(self._loop.push, transfer_id, chunk, index, ready))
+
+    def cancel(self, transfer_id: str) -> None:
+        """Give up, whatever state the transfer is in, known or not. Its outcome arrives as an event; after the end it
+        is ignored. Before the first ``push()`` it makes that push end as cancelled."""
+        wire.check_id(transfer_id, "transfer_id")
+        self._ledger.check_open("cancel")
+        self._loop.submit(partial(self._loop.cancel, transfer_id))
+
+    def drop_engine(self, engine_id: str) -> None:
+        """The router knows that this decode engine is gone, or must go: what waits for it fails, what is in flight
+        settles, then it is released. It may come back as a new generation."""
+        check_engine_id(engine_id)
+        self._ledger.check_open("drop_engine")
+        self._loop.submit(partial(self._loop.drop_engine, engine_id))
+
+    def drain(self, timeout_s: float) -> bool:
+        """No new transfer is taken, registrations without blocks are refused, what was pushed finishes.
+
+        Waits up to ``timeout_s``; ``True`` when every push has its outcome and no block is held. Poll them afterwards.
+        """
+        with self._ledger.lock:
+            self._is_draining = True
+        if not self._loop.ask(self._loop.drain, default=False):
+            return False
+        return self._loop.idle.wait(timeout_s) and bool(self._loop.health())
+
+    def _admit(self, transfer_id: str, chunk: _Chunk) -> int | None:
+        """The chunk's index; ``None`` for an identical repetition. Under the ledger's lock."""
+        self._ledger.check_open("push")
+        account = self._ledger.find(transfer_id)
+        if account is None:
+            if self._is_draining:
+                raise Closed(f"push: PrefillPusher {self.engine_id!r} is draining and takes no new transfer")
+            account = _Account()
+            self._ledger.open(transfer_id, account, "push")
+        elif any(earlier.is_same(chunk) for earlier in account.chunks):
+            return None
+        else:
+            _check_further(transfer_id, account, chunk)
+        account.chunks.append(chunk)
+        return len(account.chunks) - 1
+
+    def __repr__(self) -> str:
+        host, port = self.address
+        return f"<PrefillPusher {self.engine_id!r} at {host} port {port}: {len(self._registry)} engines>"
+
+
+def _check_further(transfer_id: str, account: _Account, chunk: _Chunk) -> None:
+    if any(earlier.last for earlier in account.chunks):
+        raise UsageError(
+            f"push: transfer {transfer_id!r} has its last chunk already, and this is another one; "
+            f"use a new transfer_id, or poll the end of the old one first"
+        )
+    for earlier in account.chunks:
+        if earlier.overlaps(chunk):
+            raise UsageError(
+                f"push: transfer {transfer_id!r}: positions {chunk.first_block} to {chunk.end_block - 1} overlap "
+                f"{earlier.first_block} to {earlier.end_block - 1}, which an earlier chunk named"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """What the loop loaded for one generation of a decode engine."""
+
+    remote: RemoteHandle
+    plan: PairPlan
+
+    @property
+    def num_blocks(self) -> int:
+        return self.plan.remote_num_blocks
+
+
+class _PushLoop(Loop):
+    """The loop thread's side; everything but the constructor runs there."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        geometry: CacheGeometry,
+        config: Config,
+        clock: Clock,
+        registry: Registry,
+        ledger: Ledger[_Account],
+        events: EventQueue[PushFinished],
+        listen: Endpoint,
+        transport_factory: TransportFactory,
+    ) -> None:
+        super().__init__(f"pusher {identity.engine_id!r}", config, clock, registry)
+        self.bound = listen
+        self.idle = threading.Event()  # set while no push is open or held; any thread may wait for it
+        self.idle.set()
+        self._identity = identity
+        self._geometry = geometry
+        self._ledger = ledger
+        self._events = events
+        self._transport_factory = transport_factory
+        self._context = make_context()
+        self._transport: Transport | None = None
+        self._listener: Listener | None = None
+        self._writes: dict[int, WriteHandle] = {}
+        self._fences: list[tuple[Fence, str, int]] = []
+        self._core = PrefillCore(identity, config, registry, pair(geometry, geometry).block_len_bytes)
+
+    # --- commands ----------------------------------------------------------------------------------------------------
+
+    def push(self, transfer_id: str, chunk: _Chunk, index: int, fence: Fence | None) -> None:
+        """Chunk number ``index`` of a transfer."""
+        if fence is not None:
+            self._fences.append((fence, transfer_id, index))
+        self._perform(
+            self._core.push(
+                transfer_id,
+                chunk.first_block,
+                chunk.block_ids,
+                last=chunk.last,
+                fenced=fence is not None,
+                index=index,
+                now_s=self._clock(),
+            )
+        )
+
+    def cancel(self, transfer_id: str) -> None:
+        """The caller gives up."""
+        self._perform(self._core.cancel(transfer_id, self._clock()))
+
+    def drop_engine(self, engine_id: str) -> None:
+        """The router knows better."""
+        self._perform(self._core.drop_engine(engine_id, self._clock()))
+
+    def drain(self) -> bool:
+        """No new work."""
+        self._perform(self._core.drain(self._clock()))
+        self._note_idle()
+        return True
+
+    def stats(self) -> dict[str, int]:
+        return dict(self._core.counters) | self._core.gauges() | {"internal_errors": self.internal_errors}
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self._listener = Listener(self._context, self._poller, self.bound, self._config)
+        self.bound = self._listener.bound
+        self._transport = self._transport_factory(
+            self._identity.agent_name, self._geometry.memory, memory_ranges(self._geometry), self._config
+        )
+
+    def turn(self, ready: set[object]) -> bool:
+        assert self._listener is not None
+        assert self._transport is not None
+        events = self._listener.receive(MESSAGES_PER_TURN) if ready else []
+        for event in events:
+            self._guarded(self._link_event, event)
+        has_progressed = bool(events) | self._poll_fences() | self._poll_writes()
+        if not self._writes:
+            self._transport.notifications()  # nobody writes here: this lets NIXL notice connections that ended
+        now_s = self._clock()
+        due_s = self._core.next_due_s()
+        if due_s is not None and due_s <= now_s:
+            self._perform(self._core.tick(now_s))
+        self._note_idle()
+        return has_progressed
+
+    def is_busy(self) -> bool:
+        return bool(self._writes or self._fences)
+
+    def next_due_s(self) -> float | None:
+        return self._core.next_due_s()
+
+    def begin_stop(self) -> None:
+        self._perform(self._core.close(self._clock()))
+
+    def is_settled(self) -> bool:
+        return not self._writes
+
+    def shut(self) -> None:
+        self._fences.clear()
+        self._guarded(lambda: self._perform(self._core.abandon(self._clock())))
+        is_destroyed = self._guarded(self._close_transport)
+        self._guarded(lambda: self._perform(self._core.transport_closed(self._clock())))
+        if is_destroyed:  # nothing reads any more what a loop that died left behind
+            for transfer_id in self._events.held():
+                self._events.put(BlocksReleased(transfer_id, proven=True, reason="this side's agent is destroyed"))
+        if self._listener is not None:
+            self._guarded(partial(self._listener.close, GOODBYE_LINGER_S))
+        self._guarded(self._context.term)
+        self.idle.set()
+
+    def died(self, reason: str) -> None:
+        self._ledger.shut(f"cannot go on, its loop died: {reason}")
+        for transfer_id in self._ledger.without_outcome(self._events):
+            self._events.put(
+                PushFinished(transfer_id, Outcome.failed, None, FailureCode.internal, reason, False, 0, 0.0)
+            )
+        self._events.seal()
+
+    def _close_transport(self) -> bool:
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            for handle in self._writes.values():
+                transport.abandon_write(handle)
+            self._writes.clear()
+            transport.close()
+        return True
+
+    def _note_idle(self) -> None:
+        is_idle = self._core.num_pushes == 0
+        if is_idle is not self.idle.is_set():
+            (self.idle.set if is_idle else self.idle.clear)()
+
+    def _link_event(self, event: LinkEvent[bytes]) -> None:
+        now_s = self._clock()
+        if isinstance(event, LinkClosed):
+            self._perform(self._core.link_closed(event.link, event.reason, now_s))
+        elif isinstance(event, LinkMessage):
+            try:
+                message = wire.decode_to_prefill(event.frames)
+            except Failure as exc:
+                self._perform(self._core.malformed(event.link, exc, now_s))
+            else:
+                self._perform(self._core.message(event.link, message, now_s))
+
+    def _poll_writes(self) -> bool:
+        assert self._transport is not None
+        has_progressed = False
+        for write_id, handle in list(self._writes.items()):
+            failure: TransportError | None = None
+            try:
+                if not self._transport.poll_write(handle):
+                    continue
+            except TransportError as exc:
+                failure = exc
+            has_progressed = True
+            del self._writes[write_id]
+            self._guarded(partial(self._write_ended, write_id, failure))
+        return has_progressed
+
+    def _write_ended(self, write_id: int, failure: TransportError | None) -> None:
+        if failure is None or failure.disconnected:
+            self._perform(self._core.write_settled(write_id, failure, self._clock()))
+        else:  # NIXL posts segment by segment: after any other error, some of them may still be under way
+            self._perform(self._core.write_doubted(write_id, failure, self._clock()))
+
+    def _poll_fences(self) -> bool:
+        if not self._fences:
+            return False
+        waiting, self._fences = self._fences, []
+        for fence, transfer_id, index in waiting:
+            try:
+                is_passed = fence.query()
+            except Exception as exc:  # noqa: BLE001  # whatever the device or the caller's object raises fails this push only
+                reason = f"transfer {transfer_id!r}: its ready event raised {exc!r}"
+                self._perform(self._core.fail(transfer_id, Failure(FailureCode.write_failed, reason), self._clock()))
+                continue
+            if is_passed:
+                self._perform(self._core.fence_reached(transfer_id, index, self._clock()))
+            else:
+                self._fences.append((fence, transfer_id, index))
+        return len(self._fences) < len(waiting)
+
+    # --- effects -----------------------------------------------------------------------------------------------------
+
+    def _perform(self, effects: list[Effect]) -> None:
+        """Carry out effects in order; what comes of them is appended. One that meets a bug takes no other with it."""
+        queue = deque(effects)
+        while queue:
+            queue.extend(self._guarded(partial(self._carry_out, queue.popleft())) or ())
+
+    def _carry_out(self, effect: Effect) -> list[Effect]:
+        match effect:
+            case PostWrite():
+                return self._post(effect)
+            case Emit():
+                self._events.put(effect.event)
+            case Send():
+                return self._send(effect)
+            case LoadPeer():
+                return self._load(effect)
+            case ReleasePeer():
+                if self._transport is not None:
+                    self._transport.remove_remote(effect.peer.remote)
+        return []
+
+    def _post(self, effect: PostWrite) -> list[Effect]:
+        assert self._transport is not None
+        peer: _Peer = effect.peer
+        try:
+            handle = self._transport.post_write(
+                peer.remote,
+                peer.plan.local_indices(effect.local_ids),
+                peer.plan.remote_indices(effect.remote_ids),
+                effect.notification,
+            )
+        except Exception as exc:  # noqa: BLE001  # the core waits for exactly one answer
+            return self._core.write_settled(effect.write_id, self._as_failure(exc), self._clock())
+        self._writes[effect.write_id] = handle
+        return []
+
+    def _send(self, effect: Send) -> list[Effect]:
+        assert self._listener is not None
+        if self._listener.send(effect.link, wire.encode(effect.message)):
+            return []
+        self._listener.forget(effect.link)
+        return self._core.link_closed(effect.link, "its connection is gone, or it does not read", self._clock())
+
+    def _load(self, effect: LoadPeer) -> list[Effect]:
+        assert self._transport is not None
+        try:
+            plan = pair(self._geometry, effect.geometry)
+            remote = self._transport.add_remote(
+                effect.agent_name, effect.blob, effect.geometry.memory, plan.local_rows, plan.remote_rows
+            )
+        except Exception as exc:  # noqa: BLE001  # likewise
+            return self._core.peer_failed(effect.generation, effect.attempt, self._as_failure(exc), self._clock())
+        return self._core.peer_loaded(effect.generation, effect.attempt, _Peer(remote, plan), self._clock())
