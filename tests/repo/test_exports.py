@@ -1,0 +1,76 @@
+"""What ``import kvpush`` offers: a sorted list, nothing more, and a docstring for every name."""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata as metadata
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import kvpush
+
+PUBLIC = [name for name in kvpush.__all__ if name != "__version__"]
+
+
+def test_all_is_sorted_and_complete():
+    assert sorted(kvpush.__all__) == kvpush.__all__
+    assert len(set(kvpush.__all__)) == len(kvpush.__all__)
+    offered = {name for name in dir(kvpush) if getattr(getattr(kvpush, name), "__module__", "").startswith("kvpush.")}
+    assert offered == set(PUBLIC)
+
+
+def test_importing_kvpush_loads_neither_torch_nor_nixl():
+    program = "import sys, kvpush; sys.exit(any(name in sys.modules for name in ('torch', 'nixl')))"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_says_what_it_is(name):
+    value = getattr(kvpush, name)
+    assert inspect.getdoc(value), f"kvpush.{name} has no docstring"
+    assert value.__doc__ is not None and not value.__doc__.startswith(f"{name}("), f"{name}'s docstring is generated"
+
+
+# an enum's members are explained beside their values
+CLASSES = [
+    name
+    for name in PUBLIC
+    if inspect.isclass(getattr(kvpush, name)) and not isinstance(getattr(kvpush, name), enum.EnumType)
+]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_public_method_says_what_it_does(name):
+    owner = getattr(kvpush, name)
+    silent = [
+        attribute
+        for attribute, value in inspect.getmembers(owner)
+        if not attribute.startswith("_")
+        and (inspect.isfunction(value) or isinstance(value, property))
+        and not inspect.getdoc(value)
+    ]
+    assert not silent
+
+
+def test_the_version_is_the_distribution_s():
+    try:
+        installed = metadata.version("kvpush")
+    except metadata.PackageNotFoundError:
+        pytest.skip("kvpush is imported from its source, without an installation")
+    assert kvpush.__version__ == installed
+
+
+def test_importing_it_starts_nothing():
+    """No thread, no socket, nothing on stdout: an import is free of side effects."""
+    code = (
+        "import threading, os; import kvpush; "
+        "assert threading.active_count() == 1, threading.enumerate(); "
+        "sockets = [f for f in os.listdir('/proc/self/fd') "
+        "if os.path.exists(f'/proc/self/fd/{f}') and 'socket' in os.readlink(f'/proc/self/fd/{f}')]; "
+        "assert not sockets, sockets"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
