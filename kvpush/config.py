@@ -75,7 +75,7 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
-        """Defaults, then ``KVPUSH_*`` from the environment, then ``overrides``. An unknown ``KVPUSH_*`` name is an error."""
+        """Defaults, then ``KVPUSH_*`` from the environment, then ``overrides``. An unknown name is an error."""
         environ = os.environ if environ is None else environ
         hints = get_type_hints(cls)
         values: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def _parsed(name: str, text: str, kind: Any) -> Any:
 
 
 def _checked(name: str, value: Any, default: Any) -> Any:
-    """The value in its canonical type, or ConfigurationError. Types are taken from the default: no silent conversion."""
+    """The value in its canonical type, or ConfigurationError. The default tells the type: no silent conversion."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ConfigurationError(f"{name}={value!r} must be True or False")

@@ -32,8 +32,8 @@ class PushFinished:
     """A push ended.
 
     ``engine_id`` is ``None`` when no decode engine ever registered for it. ``blocks_reusable`` is ``False`` while a
-    WRITE that was posted may still read the blocks; then exactly one :class:`BlocksReleased` follows. ``num_bytes`` counts
-    what was written and confirmed. ``duration_s`` runs from the first ``push()`` to this outcome.
+    WRITE that was posted may still read the blocks; then exactly one :class:`BlocksReleased` follows. ``num_bytes``
+    counts what was written and confirmed. ``duration_s`` runs from the first ``push()`` to this outcome.
     """
 
     transfer_id: str

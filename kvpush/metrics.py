@@ -2,8 +2,8 @@
 
     registry.register(KvpushCollector(pusher))
 
-Nothing is counted here: a scrape reads ``stats()`` and ``engines()``. A scrape may take up to a second when the loop hangs,
-and then reports ``kvpush_healthy 0`` and no counters rather than old ones.
+Nothing is counted here: a scrape reads ``stats()`` and ``engines()``. It may take up to a second when the loop hangs, and
+then reports ``kvpush_healthy 0`` and no counters rather than old ones.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ GAUGES: dict[str, str] = {
     "pushes_held": "pushes with an outcome whose blocks are held",
     "pushes_behind_handshakes": "pushes that wait for a handshake",
     "registrations_waiting": "registrations that wait for their push",
+    "pushes_in_lines": "pushes that wait for their turn to be posted",
+    "writes_doubtful": "WRITEs that failed or were given up, and may still land",
     "writes_in_flight": "WRITEs posted and not settled",
     "bytes_in_flight": "bytes posted and not settled",
     "receives_open": "receives without an outcome",

@@ -17,8 +17,8 @@ class Tombstone:
     """How a transfer ended.
 
     ``is_push_awaited``: it was cancelled before any of its blocks were pushed, so the push still to come ends with it.
-    ``incarnation`` and ``epoch`` name the registration it belonged to (empty and -1 without one): a newer one is another
-    transfer's beginning, while ``is_push_awaited``.
+    ``incarnation`` and ``epoch`` name the registration it belonged to (empty and -1 without one): while
+    ``is_push_awaited``, a newer one is another transfer's beginning.
     """
 
     code: FailureCode

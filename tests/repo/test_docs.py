@@ -1,4 +1,4 @@
-"""The documentation claims only what the code does: its code runs, its tables equal the code, its links lead somewhere."""
+"""The documentation claims only what the code does: its code runs, its tables are the code's, its links lead on."""
 
 import dataclasses
 import re

@@ -1,0 +1,227 @@
+"""Two processes: this one pushes, and a spawned one receives and does as it is told over a pipe.
+
+Both read ``time.monotonic_ns()``, which on Linux is one clock for the whole machine, so an instant in one process and
+an instant in the other can be subtracted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from kvpush.cli.bench.bare_nixl import BareReader
+from kvpush.config import Config
+from kvpush.events import Outcome, PushFinished, ReceiveFinished
+from kvpush.layout import KVCacheSpec
+from kvpush.pusher import PrefillPusher
+from kvpush.receiver import DecodeReceiver
+
+ANSWER_TIMEOUT_S = 60.0  # spawning imports torch, and opening makes the process's first NIXL agent
+EXIT_TIMEOUT_S = 5.0
+REGISTERED_TIMEOUT_S = 20.0
+TOKENS = 16  # per block
+SPEC = KVCacheSpec(dims="BND", model="kvpush bench")
+PREFILL_ID = "p0"
+
+
+class BenchError(Exception):
+    """A measurement could not be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A cache: so many layers of so many blocks, each of ``block_bytes`` in one piece."""
+
+    num_layers: int
+    num_blocks: int
+    block_bytes: int
+
+    def tensors(self, *, fill: bool) -> dict[str, torch.Tensor]:
+        """The cache. Filled, its pages exist before they are measured; if not, it takes no memory until written."""
+        sizes = (self.num_blocks, TOKENS, self.block_bytes // TOKENS)
+        make = torch.ones if fill else torch.empty
+        return {f"layers.{layer}": make(sizes, dtype=torch.uint8) for layer in range(self.num_layers)}
+
+
+class DecodeProcess:
+    """The other process. Calls are answered one at a time, in order."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def start(self, name: str, *args: Any) -> None:
+        """Begin a call; :meth:`result` waits for its answer."""
+        self._pipe.send((name, args))
+
+    def result(self) -> Any:
+        """The answer of the call that was started. Raises :class:`BenchError`."""
+        if not self._pipe.poll(ANSWER_TIMEOUT_S):
+            raise BenchError(f"the decode process did not answer within {ANSWER_TIMEOUT_S:g} s")
+        try:
+            is_ok, answer = self._pipe.recv()
+        except EOFError:
+            raise BenchError("the decode process ended") from None
+        if not is_ok:
+            raise BenchError(f"the decode process failed:\n{answer}")
+        return answer
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Have :class:`_Decode` run a method, and wait."""
+        self.start(name, *args)
+        return self.result()
+
+    def freeze(self) -> None:
+        """Stop the process where it stands: its sockets stay open and nobody answers."""
+        assert self._process.pid is not None, "the process was started"
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End the process, frozen or not."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(None)
+        if self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGCONT)
+        self._process.join(EXIT_TIMEOUT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(EXIT_TIMEOUT_S)
+        self._pipe.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(pipe: multiprocessing.connection.Connection) -> None:
+    decode = _Decode()
+    try:
+        while (request := pipe.recv()) is not None:
+            name, args = request
+            try:
+                answer = True, getattr(decode, name)(*args)
+            except Exception:  # noqa: BLE001  # told to the other process, which decides
+                answer = False, traceback.format_exc()
+            pipe.send(answer)
+    except (EOFError, OSError):
+        pass  # the other process is gone
+    finally:
+        decode.close()
+
+
+class _Decode:
+    """What the decode process can be asked to do."""
+
+    def __init__(self) -> None:
+        self._receivers: dict[str, DecodeReceiver] = {}
+        self._caches: dict[str, dict[str, torch.Tensor]] = {}
+        self._bare: BareReader | None = None
+
+    def open(self, engine_id: str, shape: Shape, config: Config, fill: bool) -> None:
+        cache = self._caches[engine_id] = shape.tensors(fill=fill)
+        self._receivers[engine_id] = DecodeReceiver(engine_id, cache, SPEC, config=config)
+
+    def shut(self, engine_id: str) -> None:
+        self._receivers.pop(engine_id).close()
+        del self._caches[engine_id]
+
+    def expect(self, engine_id: str, receives: Sequence[tuple[str, Any]], source: tuple[str, int]) -> None:
+        for transfer_id, block_ids in receives:
+            self._receivers[engine_id].expect(transfer_id, block_ids, source=source, source_engine_id=PREFILL_ID)
+
+    def cancel(self, engine_id: str, transfer_ids: Sequence[str]) -> None:
+        for transfer_id in transfer_ids:
+            self._receivers[engine_id].cancel(transfer_id)
+        self._finished(engine_id, len(transfer_ids))
+
+    def await_done(self, engine_id: str, count: int) -> dict[str, int]:
+        """When each of the next ``count`` receives was seen to be done."""
+        seen = self._finished(engine_id, count)
+        failed = [event for event, _ in seen if event.outcome is not Outcome.done]
+        if failed:
+            raise BenchError(f"a receive failed: {failed[0]}")
+        return {event.transfer_id: at_ns for event, at_ns in seen}
+
+    def _finished(self, engine_id: str, count: int) -> list[tuple[ReceiveFinished, int]]:
+        receiver = self._receivers[engine_id]
+        seen: list[tuple[ReceiveFinished, int]] = []
+        give_up_s = time.monotonic() + ANSWER_TIMEOUT_S / 2
+        while len(seen) < count:
+            events = receiver.wait(1.0)
+            at_ns = time.monotonic_ns()
+            seen += [(event, at_ns) for event in events if isinstance(event, ReceiveFinished)]
+            if time.monotonic() > give_up_s:
+                raise BenchError(f"{count - len(seen)} of {count} receives did not end")
+        return seen
+
+    def cpu_s(self) -> float:
+        return time.process_time()
+
+    def open_bare(self, engine_id: str, config: Config) -> tuple[str, bytes, Any]:
+        """A bare NIXL agent beside the receiver, over the same memory."""
+        self._bare = BareReader(self._caches[engine_id], SPEC, config)
+        return self._bare.agent_name, self._bare.metadata, self._bare.rows
+
+    def await_bare(self) -> int:
+        """When the next bare WRITE was seen to have arrived."""
+        assert self._bare is not None, "open_bare() comes first"
+        return self._bare.wait()
+
+    def close(self) -> None:
+        self._bare = None
+        for receiver in self._receivers.values():
+            receiver.close()
+
+
+@contextlib.contextmanager
+def connected_pair(
+    shape: Shape, config: Config, decode: DecodeProcess, engine_id: str, **pusher_options: Any
+) -> Iterator[PrefillPusher]:
+    """A pusher here and a receiver there, which have served one transfer: what follows meets a connected engine."""
+    decode.call("open", engine_id, shape, config, True)
+    with PrefillPusher(PREFILL_ID, shape.tensors(fill=True), SPEC, config=config, **pusher_options) as pusher:
+        decode.call("expect", engine_id, [("connect", [0])], pusher.address)
+        pusher.push("connect", [0])
+        await_pushed(pusher)
+        decode.call("await_done", engine_id, 1)
+        yield pusher
+    decode.call("shut", engine_id)  # after an error the other process may be in any state, and ends with this one
+
+
+def await_registered(pusher: PrefillPusher, count: int) -> None:
+    """Wait until ``count`` registrations have arrived and nothing has been pushed for them."""
+    give_up_s = time.monotonic() + REGISTERED_TIMEOUT_S
+    while (arrived := pusher.stats().get("registrations_waiting", 0)) < count:
+        if time.monotonic() > give_up_s:
+            raise BenchError(f"{arrived} of {count} registrations arrived within {REGISTERED_TIMEOUT_S:g} s")
+        time.sleep(0.0002)
+
+
+def await_pushed(pusher: PrefillPusher, count: int = 1) -> int:
+    """Wait until ``count`` pushes are done. When that was."""
+    give_up_s = time.monotonic() + ANSWER_TIMEOUT_S / 2
+    while count > 0:
+        for event in pusher.wait(1.0):
+            if isinstance(event, PushFinished):
+                if event.outcome is not Outcome.done:
+                    raise BenchError(f"a push failed: {event}")
+                count -= 1
+        if time.monotonic() > give_up_s:
+            raise BenchError(f"{count} pushes did not end")
+    return time.monotonic_ns()
