@@ -1,0 +1,102 @@
+"""What the tests of the two cores share: short times, a world with one pair in it, and messages by name."""
+
+from kvpush import wire
+from kvpush.config import Config
+from kvpush.testing import World
+
+# Short enough that a test reads well; heartbeats, stall, hold, lease and deadline follow each other in this order.
+CONFIG = Config(
+    handshake_timeout_s=1,
+    handshake_backoff_min_s=0.1,
+    handshake_backoff_max_s=0.5,
+    heartbeat_interval_s=0.5,
+    liveness_timeout_s=2,
+    engine_ttl_s=60,
+    evict_grace_s=5,
+    stall_timeout_s=3,
+    hold_timeout_s=6,
+    lease_s=10,
+    receive_deadline_s=30,
+)
+
+SOON_S = 0.05  # a few messages to and fro
+SETTLED_S = 120.0  # longer than any chain of timeouts above
+
+
+def make_config(**overrides):
+    values = {name: getattr(CONFIG, name) for name in CONFIG.__slots__}
+    return Config(**(values | overrides))
+
+
+def make_world(seed=0, **overrides):
+    return World(seed, make_config(**overrides))
+
+
+def make_pair(seed=0, **overrides):
+    """A world with one prefill and one decode engine that have not met."""
+    world = make_world(seed, **overrides)
+    return world, world.prefill("p0"), world.decode("d0")
+
+
+def connect(world, prefill, *decodes):
+    """Have one transfer of one block done with each, so that every handshake is over."""
+    for decode in decodes:
+        receive = decode.expect(f"connect {decode.engine_id}", [15], prefill)
+        prefill.push(f"connect {decode.engine_id}", [15])
+        world.run_until(lambda receive=receive: receive.is_over, SETTLED_S)
+        assert receive.outcome == "done"
+    world.advance(SOON_S)
+
+
+def make_connected(seed=0, **overrides):
+    world, prefill, decode = make_pair(seed, **overrides)
+    connect(world, prefill, decode)
+    return world, prefill, decode
+
+
+def run_to_the_end(world):
+    """Every transfer has its outcome and its blocks, late WRITEs have ended, and nothing is left of any."""
+    world.settle(SETTLED_S)
+    world.advance(SOON_S)
+    world.check_settled()
+
+
+def decoded(message):
+    """A message in transit, whichever way it goes."""
+    for decode_it in (wire.decode_to_prefill, wire.decode_to_decode):
+        try:
+            return decode_it(message.frames)
+        except wire.RemoteProtocolError:
+            continue
+    return None
+
+
+def is_a(kind):
+    """For FakeNetwork.hold: messages of this kind."""
+    return lambda message: isinstance(decoded(message), kind)
+
+
+def lose(kind):
+    """For FakeNetwork.tamper: lose messages of this kind."""
+    return lambda message: None if isinstance(decoded(message), kind) else message.frames
+
+
+def replace(kind, change):
+    """For FakeNetwork.tamper: ``change`` makes another message of each of this kind."""
+
+    def tamper(message):
+        found = decoded(message)
+        return wire.encode(change(found)) if isinstance(found, kind) else message.frames
+
+    return tamper
+
+
+def only_engine(owner):
+    """The only engine that it knows, living or remembered."""
+    (snapshot,) = owner.registry.snapshot()
+    return snapshot
+
+
+def states(owner, engine_id):
+    """The states that an engine went through, oldest first."""
+    return [str(change.dest) for change in owner.registry.transitions() if change.engine_id == engine_id]
