@@ -114,6 +114,7 @@ class _Receive:
     home: int | None = None  # the generation whose record lists it
     pinned: int | None = None  # the generation that it pins
     failed_attempts: int = 0  # dials that it waited through
+    num_under_way: int = 0  # positions that prefill said it writes, less those that arrived; negative: it came late
 
     @property
     def is_open(self) -> bool:
@@ -176,6 +177,7 @@ class DecodeCore:
         self._links: dict[LinkId, _Prefill] = {}
         self._receives: dict[int, _Receive] = {}  # by epoch: open or holding
         self._open: dict[str, _Receive] = {}  # by transfer id: open
+        self._under_way: set[int] = set()  # epochs of receives that a WRITE is under way to
         self._last_epoch = 0
         self._last_link = 0
         self._timers: Timers[_TimerKey] = Timers()
@@ -309,6 +311,8 @@ class DecodeCore:
                 self._refused(prefill, message, now_s)
             case wire.MetadataRequest():
                 self._send_metadata(link, message.attempt)
+            case wire.Writing():
+                self._writing(prefill, message)
             case wire.Failed():
                 self._failed(prefill, message, now_s)
             case wire.Drained():
@@ -407,6 +411,7 @@ class DecodeCore:
             return
         receive.num_missing -= int(len(window) - np.count_nonzero(window))
         window[:] = True
+        self._count_under_way(receive, -written.num_blocks)
         if receive.num_missing:
             if receive.pinned is not None:
                 self._registry.heard(receive.pinned, activity=True)
@@ -416,6 +421,18 @@ class DecodeCore:
             self._complete(receive, now_s)
         else:
             self._release(receive, ReceiveTrigger.proven_quiet, "every position has been written", now_s, proven=True)
+
+    def _writing(self, prefill: _Prefill, message: wire.Writing) -> None:
+        receive = prefill.receives.get(message.epoch)
+        if receive is not None:
+            self._count_under_way(receive, message.num_blocks)
+
+    def _count_under_way(self, receive: _Receive, num_blocks: int) -> None:
+        receive.num_under_way += num_blocks
+        if receive.num_under_way > 0:
+            self._under_way.add(receive.epoch)
+        else:
+            self._under_way.discard(receive.epoch)
 
     def _failed(self, prefill: _Prefill, message: wire.Failed, now_s: float) -> None:
         receive = prefill.receives.get(message.epoch)
@@ -537,6 +554,7 @@ class DecodeCore:
         self._unpin(receive, now_s, is_confirmed=is_confirmed)
 
     def _unpin(self, receive: _Receive, now_s: float, *, is_confirmed: bool) -> None:
+        self._count_under_way(receive, -receive.num_under_way)
         if receive.pinned is not None:
             generation, receive.pinned = receive.pinned, None
             self._absorb(self._registry.settle(generation, ok=is_confirmed), now_s)
@@ -745,6 +763,16 @@ class DecodeCore:
     def num_receives(self) -> int:
         """Receives without an outcome, and those whose blocks are held."""
         return len(self._receives)
+
+    @property
+    def is_write_under_way(self) -> bool:
+        """Whether prefill says that it is writing to this side right now."""
+        return bool(self._under_way)
+
+    def address_of(self, link: LinkId) -> Address | None:
+        """Whom this link was dialled to; ``None`` when it is over."""
+        prefill = self._links.get(link)
+        return None if prefill is None else prefill.address
 
     @property
     def is_written_to(self) -> bool:

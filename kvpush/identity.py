@@ -6,7 +6,9 @@ import hashlib
 import uuid
 from dataclasses import dataclass
 
-from kvpush.layout import CacheGeometry, KVCacheSpec, fingerprint
+from kvpush import wire
+from kvpush.errors import Failure, FailureCode, Incompatible
+from kvpush.layout import CacheGeometry, KVCacheSpec, compare, fingerprint
 
 # NIXL documents no limit for agent names, so a long engine id is cut and told apart by its hash
 _MAX_SHOWN_BYTES = 128
@@ -31,3 +33,24 @@ def new_identity(engine_id: str, spec: KVCacheSpec, geometry: CacheGeometry) -> 
         shown = f"{engine_id[:32]}~{hashlib.blake2b(engine_id.encode(), digest_size=8).hexdigest()}"
     agent_name = f"{shown}/{spec.pp_rank}.{spec.tp_rank}#{incarnation}"
     return Identity(engine_id, incarnation, spec.rank, agent_name, fingerprint(geometry, spec))
+
+
+def mismatch(ours: Identity, hello: wire.Hello) -> Failure | None:
+    """Why the decode engine that says Hello and this prefill engine cannot work together. It names both values."""
+    if hello.expected_engine_id != ours.engine_id:
+        return Failure(
+            FailureCode.wrong_engine,
+            f"decode engine {hello.engine_id!r} looks for prefill engine {hello.expected_engine_id!r}, "
+            f"but {ours.engine_id!r} answers at this address",
+        )
+    differences = compare(
+        ours.fingerprint, hello.fingerprint, f"prefill engine {ours.engine_id!r}", f"decode {hello.engine_id!r}"
+    )
+    if differences is not None:
+        return Incompatible(differences)
+    if hello.rank != ours.rank:
+        return Incompatible(
+            f"rank (pp, tp): prefill engine {ours.engine_id!r} has {ours.rank}, "
+            f"decode {hello.engine_id!r} has {hello.rank}"
+        )
+    return None

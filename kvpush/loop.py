@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import zmq
 
 from kvpush.config import Config
-from kvpush.errors import Failure, FailureCode
+from kvpush.errors import Failure, FailureCode, QueueFull
 from kvpush.registry import Clock, Registry
 
 logger = logging.getLogger("kvpush")
@@ -44,6 +44,8 @@ POLL_RESOLUTION_S = 0.001  # poll() counts milliseconds: a shorter pause is slep
 SPIN_S = 0.0001  # right after something happened, look again without a pause: the next event is often near
 START_TIMEOUT_S = 60.0  # the first NIXL agent of a process loads plug-ins; on a busy machine that takes seconds
 CALL_TIMEOUT_S = 1.0  # stats() and the like, answered by the loop
+MIN_COMMANDS = 1024  # callers' commands that may wait for the loop, and more where max_pending_pushes is large:
+COMMANDS_PER_PUSH = 4  # one to submit each, the rest for chunks, cancels and the like
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +89,13 @@ class Loop(ABC):
         self._config = config
         self._clock = clock
         self._registry = registry
+        self.idle = threading.Event()  # set while no transfer is open or held; any thread may wait for it
+        self.idle.set()
         self._poller = zmq.Poller()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._commands: deque[Callable[[], None]] = deque()
+        self._max_commands = max(MIN_COMMANDS, COMMANDS_PER_PUSH * config.max_pending_pushes)
         self._is_asleep = False
         self._is_stopping = False
         self._stop_at_s = 0.0
@@ -115,8 +120,13 @@ class Loop(ABC):
             self._thread.join()
             raise self._start_error
 
+    def check_room(self, call: str) -> None:
+        """Raise :class:`QueueFull` when the loop is so far behind that callers must not add to it."""
+        if len(self._commands) >= self._max_commands:
+            raise QueueFull(f"{call}: {self._name}: {self._max_commands} calls wait for the loop; try again later")
+
     def submit(self, command: Callable[[], None]) -> None:
-        """Have the loop thread run ``command``. Takes microseconds."""
+        """Have the loop thread run ``command``. Takes microseconds. Callers' commands need :meth:`check_room` first."""
         self._commands.append(command)
         if self._is_asleep:
             self._wake()
@@ -132,7 +142,7 @@ class Loop(ABC):
             finally:
                 answered.set()
 
-        if not self._thread.is_alive():
+        if not self._thread.is_alive() or len(self._commands) >= self._max_commands:
             return default
         self.submit(answer)
         answered.wait(CALL_TIMEOUT_S)
@@ -289,6 +299,12 @@ class Loop(ABC):
         self.internal_errors += 1
         logger.error("%s: internal error", self._name, exc_info=exc)
         return Failure(FailureCode.internal, f"{self._name}: internal error: {exc!r}")
+
+    def note_idle(self, num_transfers: int) -> None:
+        """How many are open or held now."""
+        is_idle = num_transfers == 0
+        if is_idle is not self.idle.is_set():
+            (self.idle.set if is_idle else self.idle.clear)()
 
     def _stop(self, timeout_s: float) -> None:
         if not self._is_stopping:

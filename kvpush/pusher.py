@@ -11,7 +11,6 @@ and ``wait()`` take. Both are bounded: a transfer counts against ``max_pending_p
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,8 @@ from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_conte
 from kvpush.loop import Loop
 from kvpush.nixl_transport import NixlTransport
 from kvpush.plan import PairPlan, check_block_ids, pair
-from kvpush.prefill import Effect, Emit, LoadPeer, PostWrite, PrefillCore, ReleasePeer, Send
+from kvpush.prefill import PrefillCore
+from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send
 from kvpush.registry import Clock, Registry
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position
 from kvpush.transport import RemoteHandle, Transport, TransportFactory, WriteHandle
@@ -145,6 +145,7 @@ class PrefillPusher(Side[PushFinished, _Account]):
         if ready is not None and not callable(getattr(ready, "query", None)):
             raise UsageError(f"push: ready={ready!r} has no query(): give a recorded torch.cuda.Event")
         with self._ledger.lock:
+            self._loop.check_room("push")
             index = self._admit(transfer_id, chunk)
             if index is not None:
                 self._loop.submit(partial(self._loop.push, transfer_id, chunk, index, ready))
@@ -154,6 +155,7 @@ class PrefillPusher(Side[PushFinished, _Account]):
         is ignored. Before the first ``push()`` it makes that push end as cancelled."""
         wire.check_id(transfer_id, "transfer_id")
         self._ledger.check_open("cancel")
+        self._loop.check_room("cancel")
         self._loop.submit(partial(self._loop.cancel, transfer_id))
 
     def drop_engine(self, engine_id: str) -> None:
@@ -161,6 +163,7 @@ class PrefillPusher(Side[PushFinished, _Account]):
         settles, then it is released. It may come back as a new generation."""
         check_engine_id(engine_id)
         self._ledger.check_open("drop_engine")
+        self._loop.check_room("drop_engine")
         self._loop.submit(partial(self._loop.drop_engine, engine_id))
 
     def drain(self, timeout_s: float) -> bool:
@@ -238,8 +241,6 @@ class _PushLoop(Loop):
     ) -> None:
         super().__init__(f"pusher {identity.engine_id!r}", config, clock, registry)
         self.bound = listen
-        self.idle = threading.Event()  # set while no push is open or held; any thread may wait for it
-        self.idle.set()
         self._identity = identity
         self._geometry = geometry
         self._ledger = ledger
@@ -256,8 +257,6 @@ class _PushLoop(Loop):
 
     def push(self, transfer_id: str, chunk: _Chunk, index: int, fence: Fence | None) -> None:
         """Chunk number ``index`` of a transfer."""
-        if fence is not None:
-            self._fences.append((fence, transfer_id, index))
         self._perform(
             self._core.push(
                 transfer_id,
@@ -269,6 +268,9 @@ class _PushLoop(Loop):
                 now_s=self._clock(),
             )
         )
+        # not of a chunk that came after the end: its fence would speak for the next use of the id
+        if fence is not None and self._core.is_fenced(transfer_id, index):
+            self._fences.append((fence, transfer_id, index))
 
     def cancel(self, transfer_id: str) -> None:
         """The caller gives up."""
@@ -281,7 +283,7 @@ class _PushLoop(Loop):
     def drain(self) -> bool:
         """No new work."""
         self._perform(self._core.drain(self._clock()))
-        self._note_idle()
+        self.note_idle(self._core.num_pushes)
         return True
 
     def stats(self) -> dict[str, int]:
@@ -309,7 +311,7 @@ class _PushLoop(Loop):
         due_s = self._core.next_due_s()
         if due_s is not None and due_s <= now_s:
             self._perform(self._core.tick(now_s))
-        self._note_idle()
+        self.note_idle(self._core.num_pushes)
         return has_progressed
 
     def is_busy(self) -> bool:
@@ -354,11 +356,6 @@ class _PushLoop(Loop):
             transport.close()
         return True
 
-    def _note_idle(self) -> None:
-        is_idle = self._core.num_pushes == 0
-        if is_idle is not self.idle.is_set():
-            (self.idle.set if is_idle else self.idle.clear)()
-
     def _link_event(self, event: LinkEvent[bytes]) -> None:
         now_s = self._clock()
         if isinstance(event, LinkClosed):
@@ -392,22 +389,29 @@ class _PushLoop(Loop):
         else:  # NIXL posts segment by segment: after any other error, some of them may still be under way
             self._perform(self._core.write_doubted(write_id, failure, self._clock()))
 
+    def _drop_fences(self, transfer_id: str) -> None:
+        """Its outcome is known, and the id may be used again: an old fence must not speak for a new chunk."""
+        if self._fences:
+            self._fences = [entry for entry in self._fences if entry[1] != transfer_id]
+
     def _poll_fences(self) -> bool:
-        if not self._fences:
-            return False
-        waiting, self._fences = self._fences, []
-        for fence, transfer_id, index in waiting:
+        has_progressed = False
+        for entry in list(self._fences):
+            if entry not in self._fences:
+                continue  # its push ended meanwhile
+            fence, transfer_id, index = entry
             try:
-                is_passed = fence.query()
+                if not fence.query():
+                    continue
             except Exception as exc:  # noqa: BLE001  # whatever the device or the caller's object raises fails this push only
                 reason = f"transfer {transfer_id!r}: its ready event raised {exc!r}"
-                self._perform(self._core.fail(transfer_id, Failure(FailureCode.write_failed, reason), self._clock()))
-                continue
-            if is_passed:
-                self._perform(self._core.fence_reached(transfer_id, index, self._clock()))
+                effects = self._core.fail(transfer_id, Failure(FailureCode.write_failed, reason), self._clock())
             else:
-                self._fences.append((fence, transfer_id, index))
-        return len(self._fences) < len(waiting)
+                effects = self._core.fence_reached(transfer_id, index, self._clock())
+            has_progressed = True
+            self._fences.remove(entry)
+            self._perform(effects)
+        return has_progressed
 
     # --- effects -----------------------------------------------------------------------------------------------------
 
@@ -422,7 +426,12 @@ class _PushLoop(Loop):
             case PostWrite():
                 return self._post(effect)
             case Emit():
+                self._drop_fences(effect.event.transfer_id)
                 self._events.put(effect.event)
+            case AbandonWrite():
+                handle = self._writes.pop(effect.write_id)
+                if self._transport is not None:
+                    self._transport.abandon_write(handle)
             case Send():
                 return self._send(effect)
             case LoadPeer():

@@ -10,7 +10,11 @@ and ``wait()`` take. Both are bounded: a transfer counts against ``max_pending_p
 
 from __future__ import annotations
 
+import errno
+import math
 import random
+import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -26,7 +30,7 @@ from kvpush import wire
 from kvpush.config import Config
 from kvpush.decode import DecodeCore, Dial, Effect, Emit, HangUp, Send
 from kvpush.endpoint import Endpoint, parse_address
-from kvpush.errors import ConfigurationError, Failure, FailureCode, UsageError
+from kvpush.errors import Closed, ConfigurationError, Failure, FailureCode, UsageError
 from kvpush.events import Outcome, ReceiveFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
@@ -43,6 +47,10 @@ Address = tuple[str, int]
 Source = Address | Mapping[tuple[int, int], Address]
 
 MESSAGES_PER_TURN = 256  # so that a flood of control messages does not starve the notifications
+ATTENTION_S = 0.02  # after a receive was registered or blocks arrived, the next WRITE is likely near: look often
+LEISURELY_LOOK_S = 0.01  # at NIXL, while receives wait and no WRITE has been announced: prefill's hint takes its time
+MAX_PROBES = 16  # refused addresses that are asked a second time at the same time
+PROBE_TIMEOUT_S = 1.0  # a host that refuses answers within one round trip
 GOODBYE_LINGER_S = 0.2  # time for the last messages to leave before the sockets close
 
 
@@ -91,6 +99,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         super().__init__(config, engine_id, identity.incarnation, registry, ledger, events)
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
         self._spec = spec
+        self._is_draining = False
         self._is_in_use = np.zeros(geometry.num_blocks, dtype=np.bool_)  # by block; guarded by the ledger's lock
         self._loop = _ReceiveLoop(identity, geometry, config, clock, registry, ledger, events, transport_factory)
         self._run(self._loop)
@@ -126,6 +135,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         account = _Account(ids, position, check_engine_id(source_engine_id), address)
         limit_s = self._config.receive_deadline_s if deadline_s is None else _checked_deadline(deadline_s)
         with self._ledger.lock:
+            self._loop.check_room("expect")
             if self._admit(transfer_id, account):
                 self._loop.submit(partial(self._loop.expect, transfer_id, account, limit_s))
 
@@ -135,6 +145,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         ignored."""
         wire.check_id(transfer_id, "transfer_id")
         self._ledger.check_open("cancel")
+        self._loop.check_room("cancel")
         self._loop.submit(partial(self._loop.cancel, transfer_id))
 
     def renew(self, transfer_ids: Sequence[str], *, source: Source, source_engine_id: str) -> None:
@@ -143,6 +154,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         ids = [wire.check_id(transfer_id, "transfer_id") for transfer_id in transfer_ids]
         address, engine_id = self._address_in(source), check_engine_id(source_engine_id)
         self._ledger.check_open("renew")
+        self._loop.check_room("renew")
         self._loop.submit(partial(self._loop.renew, ids, address, engine_id))
 
     def drop_engine(self, engine_id: str) -> None:
@@ -150,7 +162,20 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         it confirms that it writes no more, or ``hold_timeout_s`` passes."""
         check_engine_id(engine_id)
         self._ledger.check_open("drop_engine")
+        self._loop.check_room("drop_engine")
         self._loop.submit(partial(self._loop.drop_engine, engine_id))
+
+    def drain(self, timeout_s: float) -> bool:
+        """No new receive is taken; those that are open go on to their ends.
+
+        Waits up to ``timeout_s``; ``True`` when every receive has its outcome and no block is held. Poll them
+        afterwards.
+        """
+        with self._ledger.lock:
+            self._is_draining = True
+        if not self._loop.ask(self._loop.drain, default=False):
+            return False
+        return self._loop.idle.wait(timeout_s) and bool(self._loop.health())
 
     def _admit(self, transfer_id: str, account: _Account) -> bool:
         """``False`` for an identical repetition. Under the ledger's lock."""
@@ -163,6 +188,8 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
                 f"expect: transfer {transfer_id!r} is expected already, with other blocks or from another source; "
                 f"cancel() it and poll its end first"
             )
+        if self._is_draining:
+            raise Closed(f"expect: DecodeReceiver {self.engine_id!r} is draining and takes no new receive")
         taken = account.block_ids[self._is_in_use[account.block_ids]]
         if taken.size:
             raise UsageError(
@@ -201,6 +228,21 @@ def _checked_deadline(deadline_s: object) -> float:
     return float(deadline_s)
 
 
+def _refuses(address: Address) -> bool:
+    """Whether every address of this name answers that nobody listens there. Blocks."""
+    host, port = address
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, sockaddr in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.settimeout(PROBE_TIMEOUT_S)
+            if probe.connect_ex(sockaddr) != errno.ECONNREFUSED:
+                return False
+    return True
+
+
 class _ReceiveLoop(Loop):
     """The loop thread's side; everything but the constructor runs there."""
 
@@ -224,12 +266,15 @@ class _ReceiveLoop(Loop):
         self._context = make_context()
         self._transport: Transport | None = None
         self._dialer: Dialer | None = None
+        self._attentive_until_s = 0.0
+        self._num_probes = 0
         self._core: DecodeCore | None = None  # made by open(), when NIXL's metadata is known
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
     def expect(self, transfer_id: str, account: _Account, deadline_s: float) -> None:
         """Register a receive."""
+        self._attentive_until_s = self._clock() + ATTENTION_S
         self._perform(
             self.core.expect(
                 transfer_id,
@@ -253,6 +298,11 @@ class _ReceiveLoop(Loop):
     def drop_engine(self, engine_id: str) -> None:
         """The router knows better."""
         self._perform(self.core.drop_engine(engine_id, self._clock()))
+
+    def drain(self) -> bool:
+        """Every command before this one has been carried out."""
+        self.note_idle(self.core.num_receives)
+        return True
 
     def stats(self) -> dict[str, int]:
         return dict(self.core.counters) | self.core.gauges() | {"internal_errors": self.internal_errors}
@@ -283,23 +333,28 @@ class _ReceiveLoop(Loop):
         for event in events:
             self._guarded(self._link_event, event)
         notifications = list(self._transport.notifications())
+        if notifications:
+            self._attentive_until_s = self._clock() + ATTENTION_S
         for notification in notifications:
             self._guarded(self._notified, notification)
         now_s = self._clock()
         due_s = self.core.next_due_s()
         if due_s is not None and due_s <= now_s:
             self._perform(self.core.tick(now_s))
+        self.note_idle(self.core.num_receives)
         return bool(events or notifications)
 
     def is_busy(self) -> bool:
         # a WRITE into this memory needs this side's progress, and its notification has to be asked for
-        return self._core is not None and self._core.is_written_to
+        if self._core is None or not self._core.is_written_to:
+            return False
+        return self._core.is_write_under_way or self._clock() < self._attentive_until_s
 
     def next_due_s(self) -> float | None:
         assert self._dialer is not None
         due_s = self.core.next_due_s()
-        dials_due_s = self._dialer.deadline_s()
-        return dials_due_s if due_s is None else min(due_s, dials_due_s)
+        look_s = self._clock() + LEISURELY_LOOK_S if self.core.is_written_to else math.inf
+        return min(math.inf if due_s is None else due_s, self._dialer.deadline_s(), look_s)
 
     def begin_stop(self) -> None:
         self._perform(self.core.close(self._clock()))
@@ -314,6 +369,7 @@ class _ReceiveLoop(Loop):
         if self._dialer is not None:
             self._guarded(partial(self._dialer.close, GOODBYE_LINGER_S))
         self._guarded(self._context.term)
+        self.idle.set()
 
     def died(self, reason: str) -> None:
         self._ledger.shut(f"cannot go on, its loop died: {reason}")
@@ -336,8 +392,10 @@ class _ReceiveLoop(Loop):
         match event:
             case LinkOpened():
                 self._perform(self.core.link_opened(event.link, now_s))
+            case LinkClosed(refused=True):
+                self._ask_again(event)
             case LinkClosed():
-                self._perform(self.core.link_closed(event.link, event.reason, now_s, refused=event.refused))
+                self._perform(self.core.link_closed(event.link, event.reason, now_s, refused=False))
             case LinkMessage():
                 try:
                     message = wire.decode_to_decode(event.frames)
@@ -345,6 +403,33 @@ class _ReceiveLoop(Loop):
                     self._perform(self.core.malformed(event.link, exc, now_s))
                 else:
                     self._perform(self.core.message(event.link, message, now_s))
+
+    def _ask_again(self, event: LinkClosed[int]) -> None:
+        """Whether prefill's port really refuses, which proves its process gone and frees the blocks it was to write.
+
+        ZeroMQ does not say why a dial failed, and a host that vanished from the network ends one early, too.
+        """
+        address = self.core.address_of(event.link)
+        if address is None:
+            return
+        if self._num_probes >= MAX_PROBES:
+            self._refusal_probed(event, is_refused=False)
+            return
+
+        def probe() -> None:
+            is_refused = _refuses(address)
+            self.submit(partial(self._refusal_probed, event, is_refused=is_refused, is_probe=True))
+
+        self._num_probes += 1
+        try:
+            threading.Thread(target=probe, name=f"{self._name} probe", daemon=True).start()
+        except RuntimeError:  # the system has no thread for us
+            self._refusal_probed(event, is_refused=False, is_probe=True)
+
+    def _refusal_probed(self, event: LinkClosed[int], *, is_refused: bool, is_probe: bool = False) -> None:
+        self._num_probes -= is_probe
+        reason = event.reason if is_refused else "its host does not answer"
+        self._perform(self.core.link_closed(event.link, reason, self._clock(), refused=is_refused))
 
     # --- effects -----------------------------------------------------------------------------------------------------
 

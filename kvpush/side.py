@@ -100,7 +100,7 @@ class Ledger(Generic[A]):
         self._owner = owner
         self._limit = limit
         self._accounts: dict[str, A] = {}
-        self._finished: dict[str, list[A]] = {}  # polled as finished with blocks held, oldest first
+        self._held: dict[str, A] = {}  # polled as finished, with blocks that are held
         self._closed = ""  # why nothing is taken any more
 
     def shut(self, why: str) -> None:
@@ -118,8 +118,14 @@ class Ledger(Generic[A]):
         return self._accounts.get(transfer_id)
 
     def open(self, transfer_id: str, account: A, call: str) -> None:
-        """Take a transfer. Under the lock. Raises :class:`QueueFull`."""
-        if len(self._accounts) + len(self._finished) >= self._limit:
+        """Take a transfer. Under the lock. Raises :class:`UsageError` for an id whose blocks are held, since
+        BlocksReleased could not say which of its uses it means, and :class:`QueueFull`."""
+        if transfer_id in self._held:
+            raise UsageError(
+                f"{call}: blocks of an earlier use of transfer {transfer_id!r} are still held by {self._owner}; "
+                f"use a new transfer_id, or wait for its BlocksReleased"
+            )
+        if len(self._accounts) + len(self._held) >= self._limit:
             raise QueueFull(
                 f"{call}: {self._limit} transfers of {self._owner} have not been polled to their end "
                 f"(max_pending_pushes); poll() and try again"
@@ -129,16 +135,10 @@ class Ledger(Generic[A]):
     def settle(self, event: PushFinished | ReceiveFinished | BlocksReleased) -> A | None:
         """An event was polled: the account that it closes for good, if it does. Under the lock."""
         if isinstance(event, BlocksReleased):
-            held = self._finished.get(event.transfer_id)
-            if held is None:
-                return None
-            account = held.pop(0)
-            if not held:
-                del self._finished[event.transfer_id]
-            return account
+            return self._held.pop(event.transfer_id, None)
         finished = self._accounts.pop(event.transfer_id, None)
         if finished is not None and not event.blocks_reusable:
-            self._finished.setdefault(event.transfer_id, []).append(finished)
+            self._held[event.transfer_id] = finished
             return None
         return finished
 

@@ -111,8 +111,8 @@ class Transport(Protocol):
         """
 
     def abandon_write(self, write: WriteHandle) -> None:
-        """Stop tracking a WRITE that never ended, at close only. Cancels nothing: its bytes may still land, and they
-        are read from the local blocks when they are sent, not when they were posted."""
+        """Stop tracking a WRITE that never ended: its notification is never sent. Cancels nothing: its bytes may still
+        land, and they are read from the local blocks when they are sent, not when they were posted."""
 
     def notifications(self) -> Iterable[Notification]:
         """Everything that arrived since the last call, in the order in which the writers saw their WRITEs end.

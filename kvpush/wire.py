@@ -131,6 +131,16 @@ class MetadataRequest(_Message, frozen=True, tag=True):
     attempt: Serial
 
 
+class Writing(_Message, frozen=True, tag=True):
+    """A WRITE of so many positions has been posted: a hint to look at NIXL often until they have arrived.
+
+    Nothing depends on it. Decode would see the notification anyway, at its next leisurely look.
+    """
+
+    epoch: Serial
+    num_blocks: Count
+
+
 class Failed(_Message, frozen=True, tag=True):
     """This registration will not be served.
 
@@ -165,7 +175,7 @@ class Goodbye(_Message, frozen=True, tag=True):
 
 
 ToPrefill = Hello | Metadata | MetadataUnavailable | Register | Cancel | Renew | Heartbeat | Goodbye
-ToDecode = Welcome | Refused | MetadataRequest | Failed | Drained | Heartbeat | Goodbye
+ToDecode = Welcome | Refused | MetadataRequest | Writing | Failed | Drained | Heartbeat | Goodbye
 Message = ToPrefill | ToDecode
 
 

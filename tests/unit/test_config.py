@@ -35,6 +35,7 @@ COUNTS = {
     "max_engines": 16384,
     "max_deferred_per_engine": 4096,
     "max_in_flight_bytes": 4 << 30,
+    "max_write_bytes": 64 << 20,
     "max_message_bytes": 16 << 20,
     "max_tombstones": 65536,
 }

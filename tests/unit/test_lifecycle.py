@@ -68,10 +68,8 @@ PUSH_EXPECTED: dict[tuple[PushState, PushTrigger], PushState] = {
     (PushState.draining, PushTrigger.stalled): PushState.in_doubt,
     (PushState.draining, PushTrigger.failure_settled): PushState.failed,
     (PushState.draining, PushTrigger.cancel_settled): PushState.cancelled,
-    (PushState.draining, PushTrigger.expiry_settled): PushState.expired,
     (PushState.in_doubt, PushTrigger.failure_settled): PushState.failed,
     (PushState.in_doubt, PushTrigger.cancel_settled): PushState.cancelled,
-    (PushState.in_doubt, PushTrigger.expiry_settled): PushState.expired,
 }
 
 RECEIVE_EXPECTED: dict[tuple[ReceiveState, ReceiveTrigger], ReceiveState] = {

@@ -32,6 +32,7 @@ TO_DECODE: list[wire.ToDecode] = [
     wire.Welcome("p0", "c0de", (1, 0), "p0/1.0#c0de"),
     wire.Refused(FailureCode.incompatible, "dtype: here bfloat16, there float16"),
     wire.MetadataRequest(3),
+    wire.Writing(7, 2),
     wire.Failed("t1", 7, FailureCode.write_failed, "NIXL: disconnected", False),
     wire.Drained("t1", 7),
     wire.Heartbeat(),
@@ -165,6 +166,7 @@ GOLDEN = {
         "83a474797065a752656675736564a4636f6465ac696e636f6d70617469626c65a6726561736f6ed92364747970653a20"
         "686572652062666c6f617431362c20746865726520666c6f61743136"
     ),
+    "Writing": "83a474797065a757726974696e67a565706f636807aa6e756d5f626c6f636b7302",
     "MetadataRequest": "82a474797065af4d6574616461746152657175657374a7617474656d707403",
     "Failed": (
         "86a474797065a64661696c6564ab7472616e736665725f6964a27431a565706f636807a4636f6465ac77726974655f66"

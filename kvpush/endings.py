@@ -1,0 +1,154 @@
+"""How a push ends: its one outcome, what decode is told, and when the blocks are the caller's again. Pure.
+
+A cause (failed, cancelled, expired) is kept from the first moment that it is known and never replaced. While a WRITE is
+in flight the outcome waits for its end (``draining``). One that does not end in time makes the push ``in_doubt``: the
+outcome is reported with its blocks held, and :class:`BlocksReleased` follows when the WRITE ends after all, or when the
+hold runs out.
+
+Decode is told ``Failed`` at once. ``settled`` in it, or ``Drained`` later, says that nothing of its registration can
+land any more; neither is ever said while a WRITE may.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvpush import wire
+from kvpush.config import Config
+from kvpush.errors import FailureCode
+from kvpush.events import BlocksReleased, Outcome
+from kvpush.lifecycle import PUSH, PushTrigger
+from kvpush.lines import Lines
+from kvpush.prefill_effects import Emit, Outbox
+from kvpush.pushes import DONE, Cause, Due, HoldEnd, LeaseEnd, Push, Registration
+from kvpush.timers import Timers
+from kvpush.tombstones import Tombstone, Tombstones
+
+_TRIGGER_OF = {
+    Outcome.done: PushTrigger.completed,
+    Outcome.failed: PushTrigger.failure_settled,
+    Outcome.cancelled: PushTrigger.cancel_settled,
+    Outcome.expired: PushTrigger.expiry_settled,
+}
+
+
+class Endings:
+    """The pushes of one pusher that are not over, and how they come to be."""
+
+    def __init__(
+        self,
+        config: Config,
+        tombstones: Tombstones,
+        timers: Timers[Due],
+        lines: Lines,
+        outbox: Outbox,
+        counters: Counter[str],
+    ) -> None:
+        self.open: dict[str, Push] = {}  # without an outcome
+        self.held: dict[Push, None] = {}  # in doubt: outcome reported, blocks held; the id may be in use again
+        self._config = config
+        self._tombstones = tombstones
+        self._timers = timers
+        self._lines = lines
+        self._outbox = outbox
+        self._counters = counters
+
+    def expire(self, push: Push, now_s: float) -> None:
+        """Its lease has ended while it waited."""
+        if push.is_served:
+            # decode has everything that it asked for; the caller, it seems, forgot the last chunk
+            self.conclude(push, DONE, now_s)
+            return
+        registered = "no decode engine registered for it" if push.registration is None else "it could not be written"
+        reason = f"transfer {push.transfer_id!r}: the lease of {self._config.lease_s:g} s ended and {registered}"
+        self.give_up(push, Cause(Outcome.expired, FailureCode.lease_expired, reason), now_s)
+
+    def give_up(self, push: Push, cause: Cause, now_s: float) -> None:
+        """End a push for ``cause``, unless it is ending already: the first root cause stays."""
+        if push.cause is None:
+            self.begin_end(push, cause, now_s)
+            if not push.in_flight:
+                self.conclude(push, cause, now_s)
+
+    def begin_end(self, push: Push, cause: Cause, now_s: float) -> None:
+        """Keep the cause, post nothing more, and tell decode at once when a WRITE is still in flight."""
+        push.cause = cause
+        push.pieces.clear()
+        self._timers.cancel(LeaseEnd(push.transfer_id))
+        self._lines.undefer(push)
+        if push.in_flight:
+            PUSH.fire(push, PushTrigger.given_up)
+            self._tell_unsettled(push, cause)
+
+    def _tell_unsettled(self, push: Push, cause: Cause) -> None:
+        wanted = push.registration
+        if wanted is not None and not wanted.is_drain_owed:
+            wanted.is_drain_owed = True
+            self._outbox.send_failed(wanted, cause.code_for_decode, cause.reason, settled=False)
+
+    def conclude(self, push: Push, cause: Cause, now_s: float) -> None:
+        """The one outcome. Nothing is in flight, so the blocks are the caller's."""
+        assert not push.in_flight, "an outcome with reusable blocks needs every WRITE to have ended"
+        push.cause = cause
+        self._lines.undefer(push)
+        PUSH.fire(push, _TRIGGER_OF[cause.outcome])
+        self._report(push, cause, now_s, blocks_reusable=True)
+        self._forget(push, cause, now_s)
+        self._settle_account(push, cause)
+
+    def doubt(self, push: Push, cause: Cause, now_s: float) -> None:
+        """A WRITE neither ends nor proves itself ended: report the outcome, hold the blocks."""
+        cause = push.cause = push.cause or cause
+        push.pieces.clear()
+        self._lines.undefer(push)
+        self._counters["pushes_in_doubt"] += 1
+        PUSH.fire(push, PushTrigger.stalled)
+        self._tell_unsettled(push, cause)
+        self._report(push, cause, now_s, blocks_reusable=False)
+        self._forget(push, cause, now_s)
+        self.held[push] = None
+        self._timers.set(HoldEnd(push), now_s + self._config.hold_timeout_s)
+
+    def end_hold(self, push: Push, *, proven: bool, reason: str) -> None:
+        """Give the blocks of a push in doubt back. ``proven``: no WRITE can touch them any more."""
+        cause = push.cause
+        assert cause is not None, "a push in doubt has its cause"
+        PUSH.fire(push, _TRIGGER_OF[cause.outcome])
+        self._timers.cancel(HoldEnd(push))
+        del self.held[push]
+        self._outbox.add(Emit(BlocksReleased(push.transfer_id, proven, reason)))
+        if proven:
+            self._settle_account(push, cause)
+
+    def _report(self, push: Push, cause: Cause, now_s: float, *, blocks_reusable: bool) -> None:
+        self._counters[f"pushes_{cause.outcome}"] += 1
+        self._outbox.add(Emit(push.finished(cause, now_s, blocks_reusable=blocks_reusable)))
+
+    def _forget(self, push: Push, cause: Cause, now_s: float) -> None:
+        """Leave a tombstone: the id may be used again."""
+        del self.open[push.transfer_id]
+        self._timers.cancel(LeaseEnd(push.transfer_id))
+        code = cause.code or FailureCode.already_served
+        reason = cause.reason or f"transfer {push.transfer_id!r} was served already"
+        tombstone = Tombstone(code, reason, is_push_awaited=False)
+        if push.registration is not None:
+            tombstone = push.registration.tombstone(code, reason, is_push_awaited=False)
+            push.registration.unlink()
+        self._tombstones.bury(push.transfer_id, tombstone, now_s)
+
+    def _settle_account(self, push: Push, cause: Cause) -> None:
+        """Nothing is in flight: give decode the proof that it waits for, or the news."""
+        wanted = push.registration
+        if wanted is None:
+            return
+        if wanted.is_drain_owed:
+            self.pay_drain(wanted)
+        elif cause.outcome is not Outcome.done:
+            self._outbox.send_failed(wanted, cause.code_for_decode, cause.reason)
+
+    def pay_drain(self, registration: Registration) -> None:
+        """Nothing of this registration can land any more: tell decode, if it waits to hear that."""
+        assert not registration.num_unproven, "Drained says that nothing can land"
+        if registration.is_drain_owed:
+            registration.is_drain_owed = False
+            self._outbox.send(registration.link, wire.Drained(registration.transfer_id, registration.epoch))

@@ -1,0 +1,109 @@
+"""What the prefill core asks of its loop: the effects, and the outbox that collects them. Pure.
+
+:mod:`kvpush.prefill` says in which order they are carried out, and how each is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvpush import wire
+from kvpush.errors import FailureCode
+from kvpush.events import BlocksReleased, PushFinished
+from kvpush.layout import CacheGeometry
+from kvpush.pushes import BlockIds, Link, LinkId, Registration
+
+
+class LoadedPeer(Protocol):
+    """What the loop loaded for one generation of an engine; opaque but for its size."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the remote cache: the bound of its block ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``message`` on ``link``. A link that is gone or full ends: answer with ``link_closed``."""
+
+    link: LinkId
+    message: wire.ToDecode
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPeer:
+    """Load a verified metadata blob and prepare its descriptors."""
+
+    engine_id: str
+    generation: int
+    attempt: int
+    agent_name: str
+    blob: bytes
+    geometry: CacheGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePeer:
+    """Unload. Nothing is in flight to it."""
+
+    peer: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PostWrite:
+    """Post one WRITE of ``local_ids[i]`` into ``remote_ids[i]`` on every row of the peer's plan."""
+
+    write_id: int
+    peer: Any
+    local_ids: BlockIds
+    remote_ids: BlockIds
+    notification: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonWrite:
+    """Never ask about this WRITE again: then its notification is never sent. Its source may hold other bytes by now."""
+
+    write_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Give the caller an event."""
+
+    event: PushFinished | BlocksReleased
+
+
+Effect = Send | LoadPeer | ReleasePeer | PostWrite | AbandonWrite | Emit
+
+
+class Outbox:
+    """Effects, in the order in which they are to be carried out."""
+
+    def __init__(self, links: Mapping[LinkId, Link]) -> None:
+        """``links``: those that are up. A message for another is dropped: whoever dials again asks again."""
+        self._links = links
+        self._effects: list[Effect] = []
+
+    def add(self, effect: Effect) -> None:
+        """Append."""
+        self._effects.append(effect)
+
+    def send(self, link: Link, message: wire.ToDecode) -> None:
+        """Append a message."""
+        if link.link in self._links:
+            self.add(Send(link.link, message))
+
+    def send_failed(self, registration: Registration, code: FailureCode, reason: str, *, settled: bool = True) -> None:
+        """Tell decode that its registration will not be served, or not any more."""
+        failed = wire.Failed(
+            registration.transfer_id, registration.epoch, code, wire.clip_reason(reason), settled=settled
+        )
+        self.send(registration.link, failed)
+
+    def take(self) -> list[Effect]:
+        """What has been collected since the last call."""
+        taken, self._effects = self._effects, []
+        return taken

@@ -1,0 +1,123 @@
+"""Who may register for what. Keeps the registrations that nothing has been pushed for yet. Pure.
+
+A transfer has one registration at a time, and one decode engine. Until the first byte is written, that engine's newest
+registration wins; what comes after the end is refused with the cause of the end, which a tombstone remembers.
+"""
+
+from __future__ import annotations
+
+from kvpush.config import Config
+from kvpush.errors import Failure, FailureCode
+from kvpush.prefill_effects import Outbox
+from kvpush.pushes import Due, Push, Registration, RegistrationEnd, as_decode_sees_it
+from kvpush.timers import Timers
+from kvpush.tombstones import Tombstone, Tombstones
+
+# What ends a registration says nothing about the transfer: another engine, or the same one later, may ask for it.
+_LEAVE_THE_PUSH_ALONE = (FailureCode.closing, FailureCode.engine_dropped, FailureCode.queue_full)
+
+
+class Registrations:
+    """The registrations of one pusher that wait for their push."""
+
+    def __init__(self, config: Config, tombstones: Tombstones, timers: Timers[Due], outbox: Outbox) -> None:
+        self._config = config
+        self._tombstones = tombstones
+        self._timers = timers
+        self._outbox = outbox
+        self._waiting: dict[str, Registration] = {}
+        self._closed = ""  # why no new transfer is taken
+
+    def shut(self, why: str) -> None:
+        """Take no new transfer from now on."""
+        self._closed = why
+
+    def find(self, transfer_id: str) -> Registration | None:
+        """The one that waits for this transfer's push."""
+        return self._waiting.get(transfer_id)
+
+    def park(self, registration: Registration) -> None:
+        """Nothing was pushed for it yet: wait, until it is due."""
+        self._waiting[registration.transfer_id] = registration
+        self._timers.set(RegistrationEnd(registration.transfer_id, registration.epoch), registration.due_s)
+
+    def take(self, transfer_id: str) -> Registration | None:
+        """The push has come: its registration, if there is one, does not wait any more."""
+        registration = self._waiting.pop(transfer_id, None)
+        if registration is not None:
+            self._timers.cancel(RegistrationEnd(transfer_id, registration.epoch))
+        return registration
+
+    def forget(self, registration: Registration) -> None:
+        """One that waits has ended."""
+        self.take(registration.transfer_id)
+        registration.unlink()
+
+    def refuse(self, registration: Registration, code: FailureCode, reason: str, now_s: float) -> None:
+        """One that waits ends, and decode is told; the push that may still come ends with it."""
+        self.forget(registration)
+        self._outbox.send_failed(registration, as_decode_sees_it(code), reason)
+        if code not in _LEAVE_THE_PUSH_ALONE:
+            tombstone = registration.tombstone(code, reason, is_push_awaited=True)
+            self._tombstones.bury(registration.transfer_id, tombstone, now_s)
+
+    def waiting(self) -> list[Registration]:
+        """All of them, longest first."""
+        return list(self._waiting.values())
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def refusal(self, new: Registration, old: Registration | None, push: Push | None, now_s: float) -> Failure | None:
+        """Why ``new`` cannot take its place. ``old``: the transfer's registration so far; ``push``: its push."""
+        if old is not None:
+            return _refusal_after(old, new, push)
+        if push is not None:
+            return self._refusal_by_earlier_use(new, now_s)
+        return self._refusal_by_end(new, now_s) or self._refusal_for_room(new)
+
+    def _refusal_by_earlier_use(self, new: Registration, now_s: float) -> Failure | None:
+        """A registration of an earlier use of the id, asked again on a new link, is not for the push that is open now:
+        its positions may have been written, and writing them twice would outlast decode's count of them."""
+        tombstone = self._tombstones.find(new.transfer_id, now_s)
+        if tombstone is None or tombstone.incarnation != new.link.hello.incarnation or new.epoch > tombstone.epoch:
+            return None
+        return _failure_of(tombstone)
+
+    def _refusal_by_end(self, new: Registration, now_s: float) -> Failure | None:
+        tombstone = self._tombstones.find(new.transfer_id, now_s)
+        if tombstone is None:
+            return None
+        is_newer = new.link.hello.incarnation != tombstone.incarnation or new.epoch > tombstone.epoch
+        if not (tombstone.is_push_awaited and tombstone.incarnation and is_newer):
+            return _failure_of(tombstone)
+        self._tombstones.forget(new.transfer_id)  # decode cancelled an earlier use of the id
+        return None
+
+    def _refusal_for_room(self, new: Registration) -> Failure | None:
+        if self._closed:
+            return Failure(FailureCode.closing, self._closed)
+        limit = self._config.max_registrations
+        if len(self._waiting) >= limit:
+            return Failure(FailureCode.queue_full, f"max_registrations={limit} are waiting")
+        limit = self._config.max_registrations_per_engine
+        if len(new.link.transfer_ids) >= limit:
+            reason = f"max_registrations_per_engine={limit} of {new.engine_id!r} are waiting"
+            return Failure(FailureCode.queue_full, reason)
+        return None
+
+
+def _refusal_after(old: Registration, new: Registration, push: Push | None) -> Failure | None:
+    """Another registration for a transfer that has one: the same engine's newest wins until the first byte."""
+    what = f"transfer {new.transfer_id!r}"
+    if old.engine_id != new.engine_id:
+        return Failure(FailureCode.claimed, f"{what}: engine {old.engine_id!r} has registered for it")
+    if old.link.hello.incarnation == new.link.hello.incarnation and new.epoch < old.epoch:
+        return Failure(FailureCode.superseded, f"{what}: epoch {old.epoch} is registered already")
+    if push is not None and push.is_begun:
+        return Failure(FailureCode.already_served, f"{what} is being written to epoch {old.epoch}")
+    return None
+
+
+def _failure_of(tombstone: Tombstone) -> Failure:
+    return Failure(as_decode_sees_it(tombstone.code), tombstone.reason)

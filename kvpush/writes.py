@@ -1,0 +1,147 @@
+"""WRITEs from the moment they are posted until no byte of them can land. Pure.
+
+A WRITE is *tracked* while the transport is asked about it. It ends proven (complete, or failed for good), or it becomes
+*doubtful*: nobody asks about it any more, and its bytes may still land until this side's agent is gone. For as long as
+either lasts, its registration is *unproven*, and decode must not be told ``Drained``.
+
+Bytes of tracked WRITEs are counted, for back-pressure: in all, and for each engine, so that the WRITEs of a huge push
+leave room for those of others. A WRITE that has stalled counts no more: it may never end, and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+from kvpush import wire
+from kvpush.config import Config
+from kvpush.pushes import Push, Registration
+
+WRITES_TO_ONE_ENGINE = 2  # of the largest size: while one moves, the next is posted already
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One posted WRITE."""
+
+    write_id: int
+    push: Push
+    registration: Registration
+    generation: int
+    num_blocks: int
+    num_bytes: int
+    counted_bytes: int  # in flight; 0 once it has stalled or is not tracked
+
+
+class Writes:
+    """Every WRITE of one pusher that may still land."""
+
+    def __init__(self, config: Config, block_len_bytes: int) -> None:
+        """``block_len_bytes``: one block over all layers."""
+        self.max_blocks = max(1, config.max_write_bytes // block_len_bytes)  # of one WRITE
+        self._block_len_bytes = block_len_bytes
+        self._max_bytes = config.max_in_flight_bytes
+        self._max_bytes_to_one = WRITES_TO_ONE_ENGINE * max(config.max_write_bytes, block_len_bytes)
+        self._max_doubtful = config.max_tombstones
+        self._tracked: dict[int, Write] = {}
+        self._doubtful: OrderedDict[int, Write] = OrderedDict()
+        self._unproven: dict[tuple[str, str, int], Registration] = {}
+        self._in_flight_bytes = 0
+        self._bytes_to: Counter[int] = Counter()  # generation -> bytes in flight to it
+        self._last_write_id = 0
+
+    def has_room(self, generation: int, num_blocks: int) -> bool:
+        """Whether one more WRITE may be posted now. An engine with nothing in flight may always have one, or a dead or
+        busy one would hold up the others."""
+        to_it = self._bytes_to[generation]
+        num_bytes = num_blocks * self._block_len_bytes
+        is_within = to_it + num_bytes <= self._max_bytes_to_one and self._in_flight_bytes + num_bytes <= self._max_bytes
+        return is_within or to_it == 0
+
+    def post(self, push: Push, generation: int, num_blocks: int) -> Write:
+        """A new WRITE for the push's registration. It ends with exactly one :meth:`prove` or :meth:`doubt`."""
+        assert push.registration is not None, "only a matched push is written"
+        self._last_write_id += 1
+        num_bytes = num_blocks * self._block_len_bytes
+        write = Write(self._last_write_id, push, push.registration, generation, num_blocks, num_bytes, num_bytes)
+        self._tracked[write.write_id] = write
+        self._in_flight_bytes += num_bytes
+        self._bytes_to[generation] += num_bytes
+        write.registration.num_unproven += 1
+        self._unproven[_key(write.registration)] = write.registration
+        push.in_flight.add(write.write_id)
+        return write
+
+    def stall(self, write_id: int) -> Write:
+        """It does not end: count its bytes no more, but go on asking."""
+        write = self._tracked[write_id]
+        self._discount(write)
+        return write
+
+    def prove(self, write_id: int) -> Write:
+        """It has ended: complete, or failed so that no byte of it lands later."""
+        write = self._untrack(write_id)
+        write.push.in_flight.discard(write_id)
+        self._forget(write)
+        return write
+
+    def doubt(self, write_id: int) -> Write:
+        """Nobody asks about it any more, and its bytes may still land."""
+        write = self._untrack(write_id)
+        self._doubtful[write_id] = write
+        while len(self._doubtful) > self._max_doubtful:
+            self._forget(self._doubtful.popitem(last=False)[1])
+        return write
+
+    def prove_all(self) -> list[Registration]:
+        """This side's agent is destroyed, and every WRITE with it. The registrations that this proves quiet."""
+        proven = list(self._unproven.values())
+        for write_id in list(self._tracked):
+            self.prove(write_id)
+        for write in self._doubtful.values():
+            self._forget(write)
+        self._doubtful.clear()
+        return proven
+
+    def tracked_of(self, push: Push) -> list[int]:
+        """The ids of the push's WRITEs that the transport is still asked about."""
+        return [write_id for write_id in push.in_flight if write_id in self._tracked]
+
+    def unproven(self, hello: wire.Hello, epoch: int) -> Registration | None:
+        """The registration of this epoch of this decode engine, if a WRITE for it may still land."""
+        return self._unproven.get((hello.engine_id, hello.incarnation, epoch))
+
+    def gauges(self) -> dict[str, int]:
+        """Sizes."""
+        return {
+            "writes_in_flight": len(self._tracked),
+            "bytes_in_flight": self._in_flight_bytes,
+            "writes_doubtful": len(self._doubtful),
+        }
+
+    def __len__(self) -> int:
+        """WRITEs that are tracked."""
+        return len(self._tracked)
+
+    def _untrack(self, write_id: int) -> Write:
+        write = self._tracked.pop(write_id)
+        self._discount(write)
+        return write
+
+    def _discount(self, write: Write) -> None:
+        self._in_flight_bytes -= write.counted_bytes
+        self._bytes_to[write.generation] -= write.counted_bytes
+        if not self._bytes_to[write.generation]:
+            del self._bytes_to[write.generation]
+        write.counted_bytes = 0
+
+    def _forget(self, write: Write) -> None:
+        write.registration.num_unproven -= 1
+        if not write.registration.num_unproven:
+            del self._unproven[_key(write.registration)]
+
+
+def _key(registration: Registration) -> tuple[str, str, int]:
+    """Survives the link: decode may come back on a new one."""
+    hello = registration.link.hello
+    return hello.engine_id, hello.incarnation, registration.epoch
