@@ -2,8 +2,8 @@
 
     registry.register(KvpushCollector(pusher))
 
-Nothing is counted here: a scrape reads ``stats()`` and ``engines()``. It may take up to a second when the loop hangs, and
-then reports ``kvpush_healthy 0`` and no counters rather than old ones.
+Nothing is counted here: a scrape reads ``stats()`` and ``engines()``. It may take up to a second when the loop hangs,
+and then reports ``kvpush_healthy 0`` and no counters rather than old ones.
 """
 
 from __future__ import annotations

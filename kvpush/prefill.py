@@ -570,7 +570,7 @@ class PrefillCore:
         return self._outbox.take()
 
     def write_doubted(self, write_id: int, failure: Failure, now_s: float) -> list[Effect]:
-        """A WRITE failed and cannot be asked about any more, but bytes of it may still land: only our agent's end proves
+        """A WRITE failed and cannot be asked about again, but bytes of it may still land: only our agent's end proves
         it quiet. Until then, or until the hold runs out, its blocks are held."""
         self._timers.cancel(Stall(write_id))
         write = self._writes.doubt(write_id)
