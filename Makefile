@@ -6,14 +6,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := 2.13.0
+TORCH_INDEX ?=
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint statecharts bench clean
+.PHONY: demo test soak lint statecharts bench clean
 
 demo: $(STAMP)
 	$(BIN)/kvpush demo $(DEMO)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest $(PYTEST)
+
+# SOAK_S=60 SEED=7 make soak: the same faults again, as far as a seed can tell
+soak: $(STAMP)
+	$(BIN)/python tests/soak/soak.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -27,12 +33,13 @@ statecharts: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/kvpush bench push
 
-# torch first, and the CPU build: a plain `torch` pulls gigabytes of CUDA. A torch that is there already is kept.
+# torch first. A torch that is there already is kept. Where pip's own index has only the CUDA build, which is gigabytes,
+# name PyTorch's index of CPU wheels: make test TORCH_INDEX=<its address>.
 $(STAMP): pyproject.toml Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) \
-		|| $(BIN)/python -m pip install --quiet --disable-pip-version-check torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	@echo "installing into $(VENV): a minute or two at the first time"
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+	$(PIP) --editable '.[test]'
 	touch $@
 
 clean:

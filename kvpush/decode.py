@@ -137,7 +137,7 @@ class _Prefill:
     receives: dict[int, _Receive] = field(default_factory=dict)  # by epoch: open or holding
     unsent: dict[int, _Receive] = field(default_factory=dict)  # those of them that this link has not told prefill about
     notices: list[wire.Register] = field(default_factory=list)  # empty registrations, to be sent once it is up
-    renewals: list[str] = field(default_factory=list)  # transfer ids to renew once it is up
+    renewals: dict[str, None] = field(default_factory=dict)  # transfer ids to renew once it is up
 
 
 # timer keys
@@ -232,7 +232,7 @@ class DecodeCore:
         """The caller gives up. Known or not, in any state, twice: never an error."""
         receive = self._open.get(transfer_id)
         if receive is not None:
-            reason = "cancelled by the decode engine"
+            reason = f"cancelled by decode engine {self._identity.engine_id!r}"
             self._give_up(receive, Outcome.cancelled, FailureCode.cancelled_by_caller, reason, now_s)
         return self._effects()
 
@@ -243,7 +243,11 @@ class DecodeCore:
         except QueueFull:  # nobody waits for an answer, and the leases may outlast the queue
             self.counters["renewals_dropped"] += len(transfer_ids)
             return self._effects()
-        prefill.renewals = [*prefill.renewals, *transfer_ids][-MAX_NOTICES:]
+        prefill.renewals |= dict.fromkeys(transfer_ids)
+        excess = len(prefill.renewals) - self._config.max_pending_pushes
+        for transfer_id in list(prefill.renewals)[: max(0, excess)]:
+            del prefill.renewals[transfer_id]
+            self.counters["renewals_dropped"] += 1
         self._use(prefill, now_s)
         return self._effects()
 
@@ -258,7 +262,13 @@ class DecodeCore:
     def close(self, now_s: float) -> list[Effect]:
         """Cancel everything. What prefill acknowledges in time is released; the rest is reported as held."""
         for receive in list(self._open.values()):
-            self._give_up(receive, Outcome.failed, FailureCode.closing, "the decode engine shuts down", now_s)
+            self._give_up(
+                receive,
+                Outcome.failed,
+                FailureCode.closing,
+                f"decode engine {self._identity.engine_id!r} shuts down",
+                now_s,
+            )
         return self._effects()
 
     def transport_closed(self, now_s: float) -> list[Effect]:
@@ -605,9 +615,9 @@ class DecodeCore:
         for notice in prefill.notices:
             self._out.append(Send(prefill.link, notice))
         prefill.notices.clear()
-        if prefill.renewals:
-            self._out.append(Send(prefill.link, wire.Renew(prefill.renewals)))
-            prefill.renewals = []
+        renewals, prefill.renewals = list(prefill.renewals), {}
+        for start in range(0, len(renewals), wire.MAX_RENEWALS):
+            self._out.append(Send(prefill.link, wire.Renew(renewals[start : start + wire.MAX_RENEWALS])))
 
     def _notice(self, prefill: _Prefill, message: wire.Register) -> None:
         """Prefill must learn of an empty registration, to give its blocks back; this side waits for nothing."""
@@ -743,7 +753,11 @@ class DecodeCore:
             case _Deadline(epoch):
                 receive = self._receives[epoch]
                 waited_s = now_s - receive.opened_s
-                reason = f"transfer {receive.transfer_id!r}: not complete after {waited_s:.3g} s"
+                num_blocks = len(receive.block_ids)
+                reason = (
+                    f"transfer {receive.transfer_id!r}: {num_blocks - receive.num_missing} of {num_blocks} blocks came "
+                    f"from prefill engine {receive.engine_id!r} within {waited_s:.3g} s"
+                )
                 self._give_up(receive, Outcome.expired, FailureCode.deadline, reason, now_s)
             case _Hold(epoch):
                 self._hold_timed_out(self._receives[epoch], now_s)

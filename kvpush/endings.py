@@ -59,7 +59,11 @@ class Endings:
             # decode has everything that it asked for; the caller, it seems, forgot the last chunk
             self.conclude(push, DONE, now_s)
             return
-        registered = "no decode engine registered for it" if push.registration is None else "it could not be written"
+        registered = (
+            "no registration was waiting for it (one that came earlier may have ended with its decode engine)"
+            if push.registration is None
+            else "it could not be written"
+        )
         reason = f"transfer {push.transfer_id!r}: the lease of {self._config.lease_s:g} s ended and {registered}"
         self.give_up(push, Cause(Outcome.expired, FailureCode.lease_expired, reason), now_s)
 

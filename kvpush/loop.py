@@ -105,7 +105,9 @@ class Loop(ABC):
         self._logged_transitions = 0
         self._started = threading.Event()
         self._start_error: BaseException | None = None
-        self._fd_lock = threading.Lock()  # guards _wake_fd against its close; nothing else is done under it
+        # Guards _wake_fd against its close; nothing else is done under it. Re-entrant: a signal handler that closes may
+        # interrupt its own thread in submit().
+        self._fd_lock = threading.RLock()
         self._thread = threading.Thread(target=self._run, name=f"kvpush {name}", daemon=True)
 
     # --- any thread --------------------------------------------------------------------------------------------------

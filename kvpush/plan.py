@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpush.errors import Failure, FailureCode, Incompatible, UsageError
+from kvpush.errors import ConfigurationError, Failure, FailureCode, Incompatible, UsageError
 from kvpush.layout import CacheGeometry, LayerGeometry
 
 # A descriptor costs NIXL 5 to 9 us, as long as moving tens of KiB. Cutting a block into pieces this short, as for heads
@@ -201,6 +201,16 @@ def _rows(geometry: CacheGeometry, layer: LayerGeometry, tile_bytes: int, offset
 # --- positions -------------------------------------------------------------------------------------------------------
 
 
+def block_len_bytes(geometry: CacheGeometry) -> int:
+    """The length of one block over all layers. Raises ConfigurationError for a cache that no plan could serve."""
+    try:
+        return pair(geometry, geometry).block_len_bytes
+    except Failure as exc:
+        raise ConfigurationError(
+            f"dims={geometry.dims!r}: a block's elements lie too far apart to be written: {exc.reason}"
+        ) from exc
+
+
 class Overlap(NamedTuple):
     """The positions ``first_block`` .. that both sides hold: ``local_ids[i]`` goes into ``remote_ids[i]``."""
 
@@ -255,14 +265,24 @@ def _converted(block_ids: Any, num_blocks: int, what: str) -> BlockIds:
     if type(block_ids) is list or type(block_ids) is tuple:
         return _from_list(block_ids, num_blocks, what)
     if isinstance(block_ids, torch.Tensor):
-        block_ids = block_ids.detach().cpu().numpy()
-    if isinstance(block_ids, np.ndarray):
+        block_ids = _from_tensor(block_ids, what)
+    if isinstance(block_ids, np.ndarray) and not isinstance(block_ids, np.ma.MaskedArray):
         return _from_array(block_ids, num_blocks, what)
     if isinstance(block_ids, range):
         return _from_range(block_ids, num_blocks, what)
     if isinstance(block_ids, Sequence) and not isinstance(block_ids, str | bytes | bytearray | memoryview):
         return _from_list(list(block_ids), num_blocks, what)
     raise UsageError(f"{what}: {_clipped(block_ids)} is not a sequence of block ids")
+
+
+def _from_tensor(block_ids: torch.Tensor, what: str) -> npt.NDArray[Any]:
+    """Its values as an array. Sparse, meta and quantized tensors have none that numpy could hold."""
+    if block_ids.is_floating_point() or block_ids.is_complex():
+        raise UsageError(f"{what}: a tensor of {block_ids.dtype}; block ids are integers")
+    try:
+        return block_ids.detach().cpu().numpy()
+    except (TypeError, RuntimeError, NotImplementedError) as exc:
+        raise UsageError(f"{what}: a tensor of {block_ids.dtype} with layout {block_ids.layout}: {exc}") from exc
 
 
 def _from_list(block_ids: list[Any] | tuple[Any, ...], num_blocks: int, what: str) -> BlockIds:

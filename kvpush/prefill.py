@@ -79,6 +79,7 @@ class PrefillCore:
     def __init__(self, identity: Identity, config: Config, registry: Registry, block_len_bytes: int) -> None:
         """``block_len_bytes``: one block over all layers, the unit of ``max_in_flight_bytes``."""
         self.counters: Counter[str] = Counter()
+        self._is_closing = False
         self._identity = identity
         self._config = config
         self._registry = registry
@@ -151,7 +152,8 @@ class PrefillCore:
 
     def cancel(self, transfer_id: str, now_s: float) -> list[Effect]:
         """The caller gives up. Known or not, in any state, twice: never an error."""
-        cause = Cause(Outcome.cancelled, FailureCode.cancelled_by_caller, "cancelled by the prefill engine")
+        reason = f"cancelled by prefill engine {self._identity.engine_id!r}"
+        cause = Cause(Outcome.cancelled, FailureCode.cancelled_by_caller, reason)
         push = self._pushes.get(transfer_id)
         if push is not None:
             self._endings.give_up(push, cause, now_s)
@@ -182,12 +184,15 @@ class PrefillCore:
     def _drain(self, now_s: float) -> None:
         self._registrations.shut(f"prefill engine {self._identity.engine_id!r} takes no new work")
         for registration in self._registrations.waiting():
-            self._registrations.refuse(registration, FailureCode.closing, "the prefill engine is draining", now_s)
+            self._registrations.refuse(
+                registration, FailureCode.closing, f"prefill engine {self._identity.engine_id!r} is draining", now_s
+            )
 
     def close(self, now_s: float) -> list[Effect]:
         """End everything. Pushes with a WRITE in flight drain; the rest ends now."""
+        self._is_closing = True
         self._drain(now_s)
-        cause = Cause(Outcome.failed, FailureCode.closing, "the prefill engine shuts down")
+        cause = self._closing_cause()
         for push in list(self._pushes.values()):
             self._endings.give_up(push, cause, now_s)
         for link in list(self._links.values()):
@@ -388,13 +393,13 @@ class PrefillCore:
         push = self._pushes.get(transfer_id)
         if push is not None and push.registration is not None and push.registration.is_of(link, message.epoch):
             push.registration.is_drain_owed = True
-            reason = f"cancelled by decode engine {link.hello.engine_id!r}: {message.reason}"
+            reason = message.reason
             self._endings.give_up(push, Cause(Outcome.cancelled, FailureCode.cancelled_by_peer, reason), now_s)
             return
         waiting = self._registrations.find(transfer_id)
         if waiting is not None and waiting.is_of(link, message.epoch):
             self._registrations.forget(waiting)
-            reason = f"cancelled by decode engine {link.hello.engine_id!r}: {message.reason}"
+            reason = message.reason
             tombstone = waiting.tombstone(FailureCode.cancelled_by_peer, reason, is_push_awaited=True)
             self._tombstones.bury(transfer_id, tombstone, now_s)
         if not is_owed:
@@ -420,6 +425,10 @@ class PrefillCore:
 
     # --- a push on its way -------------------------------------------------------------------------------------------
 
+    def _closing_cause(self) -> Cause:
+        reason = f"prefill engine {self._identity.engine_id!r} shuts down"
+        return Cause(Outcome.failed, FailureCode.closing, reason)
+
     def _open_push(self, transfer_id: str, now_s: float) -> Push | None:
         """A new push; ``None`` when it ends at once, because it was cancelled before its blocks existed."""
         self.counters["pushes"] += 1
@@ -428,6 +437,9 @@ class PrefillCore:
         self._pushes[transfer_id] = push
         if tombstone is not None and tombstone.is_push_awaited:
             self._endings.give_up(push, Cause(Outcome.cancelled, tombstone.code, tombstone.reason), now_s)
+            return None
+        if self._is_closing:
+            self._endings.give_up(push, self._closing_cause(), now_s)
             return None
         push.registration = self._registrations.take(transfer_id)
         return push

@@ -32,11 +32,11 @@ from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
 from kvpush.loop import Loop
 from kvpush.nixl_transport import NixlTransport
-from kvpush.plan import PairPlan, check_block_ids, pair
+from kvpush.plan import PairPlan, block_len_bytes, check_block_ids, pair
 from kvpush.prefill import PrefillCore
 from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send
 from kvpush.registry import Clock, Registry
-from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position
+from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position, check_setup, check_timeout
 from kvpush.transport import RemoteHandle, Transport, TransportFactory, WriteHandle
 
 BlockIds = npt.NDArray[np.int64]
@@ -102,9 +102,12 @@ class PrefillPusher(Side[PushFinished, _Account]):
         clock: Clock = time.monotonic,
         transport_factory: TransportFactory = NixlTransport,
     ) -> None:
+        check_setup(spec, config)
         config = config or Config()
+        engine_id = check_engine_id(engine_id)
         geometry = geometry_of(kv_caches, spec)
-        identity = new_identity(check_engine_id(engine_id), spec, geometry)
+        block_len_bytes(geometry)  # complains about a cache that cannot be written, before anything is opened
+        identity = new_identity(engine_id, spec, geometry)
         endpoint = parse_listen(listen)
         if endpoint.is_wildcard or advertise is not None:
             advertised(endpoint, advertise)  # complain before anything is opened
@@ -130,19 +133,19 @@ class PrefillPusher(Side[PushFinished, _Account]):
     ) -> None:
         """Position ``first_block + i`` of this transfer's KV is final in local block ``block_ids[i]``.
 
-        With ``last=False`` more chunks follow (chunked prefill), in any order, over positions that no chunk named
-        before. ``ready``, a recorded ``torch.cuda.Event``, delays the WRITE until the device has passed it. An
-        identical repetition of a chunk is folded into the first.
+        With ``last=False`` more calls follow (chunked prefill), in any order of positions, over positions that no chunk
+        named before; ``last=True`` belongs to the last *call*. ``ready``, a recorded ``torch.cuda.Event``, delays the
+        WRITE until the device has passed it. An identical repetition of a chunk is folded into the first.
 
         The blocks belong to kvpush until :class:`PushFinished` with ``blocks_reusable``, or :class:`BlocksReleased`.
 
         Raises :class:`UsageError` for a bad id, block or position, :class:`QueueFull` (retryable: poll first) and
         :class:`Closed`. Nothing has been taken then.
         """
-        wire.check_id(transfer_id, "transfer_id")
+        transfer_id = wire.check_id(transfer_id, "transfer_id")
         ids = check_block_ids(block_ids, self._num_blocks, what="push: block_ids", unique=False)
         chunk = _Chunk(check_position(first_block, len(ids), "push"), ids, bool(last))
-        if ready is not None and not callable(getattr(ready, "query", None)):
+        if ready is not None and (isinstance(ready, type) or not callable(getattr(ready, "query", None))):
             raise UsageError(f"push: ready={ready!r} has no query(): give a recorded torch.cuda.Event")
         with self._ledger.lock:
             self._loop.check_room("push")
@@ -153,7 +156,7 @@ class PrefillPusher(Side[PushFinished, _Account]):
     def cancel(self, transfer_id: str) -> None:
         """Give up, whatever state the transfer is in, known or not. Its outcome arrives as an event; after the end it
         is ignored. Before the first ``push()`` it makes that push end as cancelled."""
-        wire.check_id(transfer_id, "transfer_id")
+        transfer_id = wire.check_id(transfer_id, "transfer_id")
         self._ledger.check_open("cancel")
         self._loop.check_room("cancel")
         self._loop.submit(partial(self._loop.cancel, transfer_id))
@@ -161,7 +164,7 @@ class PrefillPusher(Side[PushFinished, _Account]):
     def drop_engine(self, engine_id: str) -> None:
         """The router knows that this decode engine is gone, or must go: what waits for it fails, what is in flight
         settles, then it is released. It may come back as a new generation."""
-        check_engine_id(engine_id)
+        engine_id = check_engine_id(engine_id)
         self._ledger.check_open("drop_engine")
         self._loop.check_room("drop_engine")
         self._loop.submit(partial(self._loop.drop_engine, engine_id))
@@ -171,11 +174,12 @@ class PrefillPusher(Side[PushFinished, _Account]):
 
         Waits up to ``timeout_s``; ``True`` when every push has its outcome and no block is held. Poll them afterwards.
         """
+        wait_s = check_timeout(timeout_s, "drain")
         with self._ledger.lock:
             self._is_draining = True
         if not self._loop.ask(self._loop.drain, default=False):
             return False
-        return self._loop.idle.wait(timeout_s) and bool(self._loop.health())
+        return self._loop.idle.wait(wait_s) and bool(self._loop.health())
 
     def _admit(self, transfer_id: str, chunk: _Chunk) -> int | None:
         """The chunk's index; ``None`` for an identical repetition. Under the ledger's lock."""
@@ -250,8 +254,8 @@ class _PushLoop(Loop):
         self._transport: Transport | None = None
         self._listener: Listener | None = None
         self._writes: dict[int, WriteHandle] = {}
-        self._fences: list[tuple[Fence, str, int]] = []
-        self._core = PrefillCore(identity, config, registry, pair(geometry, geometry).block_len_bytes)
+        self._fences: dict[str, dict[int, Fence]] = {}  # transfer id -> chunk index -> not passed yet
+        self._core = PrefillCore(identity, config, registry, block_len_bytes(geometry))
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +274,7 @@ class _PushLoop(Loop):
         )
         # not of a chunk that came after the end: its fence would speak for the next use of the id
         if fence is not None and self._core.is_fenced(transfer_id, index):
-            self._fences.append((fence, transfer_id, index))
+            self._fences.setdefault(transfer_id, {})[index] = fence
 
     def cancel(self, transfer_id: str) -> None:
         """The caller gives up."""
@@ -391,27 +395,31 @@ class _PushLoop(Loop):
 
     def _drop_fences(self, transfer_id: str) -> None:
         """Its outcome is known, and the id may be used again: an old fence must not speak for a new chunk."""
-        if self._fences:
-            self._fences = [entry for entry in self._fences if entry[1] != transfer_id]
+        self._fences.pop(transfer_id, None)
 
     def _poll_fences(self) -> bool:
         has_progressed = False
-        for entry in list(self._fences):
-            if entry not in self._fences:
-                continue  # its push ended meanwhile
-            fence, transfer_id, index = entry
-            try:
-                if not fence.query():
-                    continue
-            except Exception as exc:  # noqa: BLE001  # whatever the device or the caller's object raises fails this push only
-                reason = f"transfer {transfer_id!r}: its ready event raised {exc!r}"
-                effects = self._core.fail(transfer_id, Failure(FailureCode.write_failed, reason), self._clock())
-            else:
-                effects = self._core.fence_reached(transfer_id, index, self._clock())
-            has_progressed = True
-            self._fences.remove(entry)
-            self._perform(effects)
+        for transfer_id, fences in list(self._fences.items()):
+            for index, fence in list(fences.items()):
+                if self._fences.get(transfer_id) is not fences:
+                    break  # its push ended meanwhile
+                has_progressed |= self._poll_fence(transfer_id, index, fence)
         return has_progressed
+
+    def _poll_fence(self, transfer_id: str, index: int, fence: Fence) -> bool:
+        try:
+            if not fence.query():
+                return False
+        except Exception as exc:  # noqa: BLE001  # whatever the device or the caller's object raises fails this push only
+            reason = f"transfer {transfer_id!r}: its ready event raised {exc!r}"
+            self._perform(self._core.fail(transfer_id, Failure(FailureCode.write_failed, reason), self._clock()))
+            return True
+        fences = self._fences[transfer_id]
+        del fences[index]
+        if not fences:
+            del self._fences[transfer_id]
+        self._perform(self._core.fence_reached(transfer_id, index, self._clock()))
+        return True
 
     # --- effects -----------------------------------------------------------------------------------------------------
 

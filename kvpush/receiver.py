@@ -37,9 +37,9 @@ from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import Dialer, LinkClosed, LinkEvent, LinkMessage, LinkOpened, make_context
 from kvpush.loop import Loop
 from kvpush.nixl_transport import NixlTransport
-from kvpush.plan import check_block_ids
+from kvpush.plan import block_len_bytes, check_block_ids
 from kvpush.registry import Clock, Registry
-from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position
+from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position, check_setup, check_timeout
 from kvpush.transport import Notification, Transport, TransportFactory
 
 BlockIds = npt.NDArray[np.int64]
@@ -90,9 +90,12 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         clock: Clock = time.monotonic,
         transport_factory: TransportFactory = NixlTransport,
     ) -> None:
+        check_setup(spec, config)
         config = config or Config()
+        engine_id = check_engine_id(engine_id)
         geometry = geometry_of(kv_caches, spec)
-        identity = new_identity(check_engine_id(engine_id), spec, geometry)
+        block_len_bytes(geometry)  # complains about a cache that cannot be written, before anything is opened
+        identity = new_identity(engine_id, spec, geometry)
         registry = Registry(config, clock, random.Random())
         ledger: Ledger[_Account] = Ledger(f"DecodeReceiver {engine_id!r}", config.max_pending_pushes)
         events: EventQueue[ReceiveFinished] = EventQueue()
@@ -128,7 +131,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         and for a transfer that is expected already, :class:`ConfigurationError` for a bad address, :class:`QueueFull`
         and :class:`Closed`. Nothing has been taken then.
         """
-        wire.check_id(transfer_id, "transfer_id")
+        transfer_id = wire.check_id(transfer_id, "transfer_id")
         ids = check_block_ids(block_ids, len(self._is_in_use), what="expect: block_ids", unique=True)
         position = check_position(first_block, len(ids), "expect")
         address = self._address_in(source)
@@ -143,7 +146,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         """Give up, whatever state the transfer is in, known or not. Its outcome arrives as an event, and the blocks
         with it or in :class:`BlocksReleased` once prefill has confirmed that it writes no more. After the end it is
         ignored."""
-        wire.check_id(transfer_id, "transfer_id")
+        transfer_id = wire.check_id(transfer_id, "transfer_id")
         self._ledger.check_open("cancel")
         self._loop.check_room("cancel")
         self._loop.submit(partial(self._loop.cancel, transfer_id))
@@ -151,6 +154,8 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
     def renew(self, transfer_ids: Sequence[str], *, source: Source, source_engine_id: str) -> None:
         """Requests for these transfers still queue here: ask prefill to keep their blocks for one more of its leases.
         Call it more often than prefill's ``lease_s``."""
+        if isinstance(transfer_ids, str | bytes) or not isinstance(transfer_ids, Sequence):
+            raise UsageError(f"renew: transfer_ids={transfer_ids!r} must be a sequence of transfer ids")
         ids = [wire.check_id(transfer_id, "transfer_id") for transfer_id in transfer_ids]
         address, engine_id = self._address_in(source), check_engine_id(source_engine_id)
         self._ledger.check_open("renew")
@@ -160,7 +165,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
     def drop_engine(self, engine_id: str) -> None:
         """The router knows that this prefill engine is gone, or must go: its receives fail. Their blocks are held until
         it confirms that it writes no more, or ``hold_timeout_s`` passes."""
-        check_engine_id(engine_id)
+        engine_id = check_engine_id(engine_id)
         self._ledger.check_open("drop_engine")
         self._loop.check_room("drop_engine")
         self._loop.submit(partial(self._loop.drop_engine, engine_id))
@@ -171,11 +176,12 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         Waits up to ``timeout_s``; ``True`` when every receive has its outcome and no block is held. Poll them
         afterwards.
         """
+        wait_s = check_timeout(timeout_s, "drain")
         with self._ledger.lock:
             self._is_draining = True
         if not self._loop.ask(self._loop.drain, default=False):
             return False
-        return self._loop.idle.wait(timeout_s) and bool(self._loop.health())
+        return self._loop.idle.wait(wait_s) and bool(self._loop.health())
 
     def _admit(self, transfer_id: str, account: _Account) -> bool:
         """``False`` for an identical repetition. Under the ledger's lock."""

@@ -7,6 +7,8 @@ nothing is admitted after the order to stop.
 
 from __future__ import annotations
 
+import math
+import os
 import threading
 import weakref
 from abc import abstractmethod
@@ -19,8 +21,9 @@ import numpy as np
 
 from kvpush import wire
 from kvpush.config import Config
-from kvpush.errors import Closed, QueueFull, UsageError
+from kvpush.errors import Closed, ConfigurationError, QueueFull, UsageError
 from kvpush.events import BlocksReleased, EngineSnapshot, PushFinished, ReceiveFinished, Transition
+from kvpush.layout import KVCacheSpec
 from kvpush.loop import Health, Loop
 from kvpush.registry import Registry
 
@@ -96,8 +99,9 @@ class Ledger(Generic[A]):
     """The transfers that a side took and whose last event has not been polled. Bounded by ``limit``."""
 
     def __init__(self, owner: str, limit: int) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # re-entrant: a signal handler that closes may interrupt its own thread's push()
         self._owner = owner
+        self._pid = os.getpid()
         self._limit = limit
         self._accounts: dict[str, A] = {}
         self._held: dict[str, A] = {}  # polled as finished, with blocks that are held
@@ -109,9 +113,11 @@ class Ledger(Generic[A]):
             self._closed = self._closed or why
 
     def check_open(self, call: str) -> None:
-        """Raise :class:`Closed` after :meth:`shut`."""
+        """Raise :class:`Closed` after :meth:`shut`, and in a process that was forked from the one it was made in."""
         if self._closed:
             raise Closed(f"{call}: {self._owner} {self._closed}")
+        if os.getpid() != self._pid:
+            raise Closed(f"{call}: {self._owner} is of process {self._pid} and does not survive fork(); make a new one")
 
     def find(self, transfer_id: str) -> A | None:
         """The open account. Under the lock."""
@@ -168,7 +174,7 @@ class Side(Generic[F, A]):
         self._ledger = ledger
         self._events: EventQueue[F] = events
         self._report: CloseReport | None = None
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()  # re-entrant for the same reason
 
     def _run(self, loop: Loop) -> None:
         """Start the loop, and see to it that it ends with this object or the interpreter at the latest."""
@@ -194,7 +200,7 @@ class Side(Generic[F, A]):
 
     def wait(self, timeout_s: float) -> list[F | BlocksReleased]:
         """As :meth:`poll`, after waiting up to ``timeout_s`` for the first event."""
-        self._events.wait(timeout_s)
+        self._events.wait(check_timeout(timeout_s, "wait"))
         return self.poll()
 
     def _account_closed(self, account: A) -> None:
@@ -254,6 +260,21 @@ def check_position(first_block: object, num_blocks: int, call: str) -> int:
     if not 0 <= first_block <= 2**31 - 1 - num_blocks:
         raise UsageError(f"{call}: first_block={first_block!r} must be at least 0 and end below 2**31")
     return int(first_block)
+
+
+def check_timeout(timeout_s: object, call: str) -> float:
+    """``timeout_s``, cut to what the platform can wait. Raises UsageError."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or math.isnan(timeout_s):
+        raise UsageError(f"{call}: timeout_s={timeout_s!r} must be a number of seconds")
+    return min(max(0.0, timeout_s), threading.TIMEOUT_MAX / 2)
+
+
+def check_setup(spec: object, config: object) -> None:
+    """Raise ConfigurationError unless both are what their names say."""
+    if not isinstance(spec, KVCacheSpec):
+        raise ConfigurationError(f"spec={spec!r} must be a KVCacheSpec")
+    if config is not None and not isinstance(config, Config):
+        raise ConfigurationError(f"config={config!r} must be a Config")
 
 
 def check_engine_id(engine_id: Any) -> str:

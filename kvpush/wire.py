@@ -26,6 +26,7 @@ _MAGIC = b"kvpush/"
 
 MAX_ID_BYTES = 512
 MAX_REASON_BYTES = 4096
+MAX_RENEWALS = 4096  # transfer ids in one Renew
 MAX_REMAINING_MS = 10 * 365 * 86_400_000  # ten years: more is a peer's mistake
 
 # msgspec counts characters; the limit in bytes is checked after decoding
@@ -103,7 +104,7 @@ class Cancel(_Message, frozen=True, tag=True):
 class Renew(_Message, frozen=True, tag=True):
     """Requests for these transfers still queue at the sender: keep their blocks. Grants one more lease, never less."""
 
-    transfer_ids: Annotated[list[Id], msgspec.Meta(max_length=4096)]
+    transfer_ids: Annotated[list[Id], msgspec.Meta(max_length=MAX_RENEWALS)]
 
 
 # --- prefill to decode ---------------------------------------------------------------------------------------------
@@ -276,7 +277,7 @@ def check_id(value: object, what: str) -> str:
         raise UsageError(f"{what}={value[:64]!r} has a lone surrogate, which UTF-8 cannot carry") from None
     if length_bytes > MAX_ID_BYTES:
         raise UsageError(f"{what}={value[:64]!r}... has {length_bytes} bytes in UTF-8, more than {MAX_ID_BYTES}")
-    return value
+    return str.__str__(value)  # of a subclass, which the codec would refuse, the plain string
 
 
 def _check_preamble(frames: list[bytes]) -> None:

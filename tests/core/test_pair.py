@@ -652,6 +652,17 @@ def test_leases_are_renewed_while_requests_queue_at_decode():
     world.check_settled()
 
 
+def test_one_call_may_renew_more_leases_than_one_message_carries(monkeypatch):
+    monkeypatch.setattr(wire, "MAX_RENEWALS", 7)
+    world, prefill, decode = make_connected()
+    pushes = [prefill.push(f"t{i}", [i], last=True) for i in range(12)]
+    world.advance(CONFIG.lease_s * 0.8)
+    decode.renew([push.transfer_id for push in pushes], prefill)
+    world.advance(CONFIG.lease_s * 0.8)
+    assert not any(push.is_over for push in pushes)
+    run_to_the_end(world)
+
+
 # --- a second registration -------------------------------------------------------------------------------------------
 
 

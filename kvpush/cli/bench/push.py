@@ -15,6 +15,7 @@ from kvpush.cli.bench import crowd, end_to_end, first_push, fleet, idle, own_tim
 from kvpush.cli.bench.pair import BenchError, DecodeProcess, Shape
 from kvpush.cli.bench.report import Figure, Report
 from kvpush.config import Config
+from kvpush.errors import ConfigurationError
 
 HELP = "time one push: kvpush's own share, end to end against bare NIXL, idle CPU, handshake, registry"
 DESCRIPTION = (
@@ -64,6 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Exits with 1 when a measurement could not be made."""
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigurationError(f"--json {args.json}: there is no folder {args.json.parent}")
     sizes = QUICK if args.quick else Sizes()
     config = Config(net_devices=args.net_devices)
     command = "kvpush bench push" + (" --quick" if args.quick else "")

@@ -163,13 +163,16 @@ class Report:
         except ImportError:
             print(self.as_text())
             return
+        console = Console()
+        if console.width < MIN_TABLE_WIDTH:
+            print(self.as_text())
+            return
         table = Table(title=self.title)
         for column, heading in enumerate(_HEADINGS):
             table.add_column(heading, justify="left" if column in (0, len(_HEADINGS) - 1) else "right")
         for figure in self.figures:
             style = {True: "green", False: "red", None: "dim"}[figure.is_met]
             table.add_row(*_cells(figure), style=style)
-        console = Console()
         for line in self._machine_lines():
             console.print(line, highlight=False)
         console.print(table)
@@ -185,6 +188,7 @@ class Report:
         return f"{summary}; missed: {'; '.join(missed)}" if missed else summary
 
 
+MIN_TABLE_WIDTH = 150  # columns; in fewer the table's cells are cut, and plain lines read better
 _HEADINGS = ("what", "median", "p99", "min", "n", "compared with", "ratio", "of minima", "budget", "")
 
 

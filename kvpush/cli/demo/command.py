@@ -41,6 +41,7 @@ from kvpush.cli.demo.view import View, make_view, mib
 
 PREFILL_ID = "p0"
 DEFAULT_REQUESTS = 20
+MAX_DECODES = 32  # a process is some 300 MB
 SILENCE_LIMIT_S = 120.0  # an engine reports ten times a second, unless it starts or computes a large model's chunk
 TURN_S = 0.05
 
@@ -81,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--hf", metavar="PATH", help="a Llama-family checkpoint instead of the small seeded model")
     model.add_argument("--seed", type=int, default=0, metavar="N", help="of the seeded weights (default: %(default)s)")
     model.add_argument(
-        "--decodes", type=_positive, default=2, metavar="N", help="decode processes (default: %(default)s)"
+        "--decodes", type=_decodes, default=2, metavar="N", help="decode processes (default: %(default)s)"
     )
     parser.add_argument("--no-kill", action="store_true", help="do not kill and restart a decode process half-way")
     parser.add_argument(
@@ -96,6 +97,13 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
+
+
+def _decodes(text: str) -> int:
+    number = _positive(text)
+    if number > MAX_DECODES:
+        raise argparse.ArgumentTypeError(f"{number} processes, each with torch and a model: at most {MAX_DECODES}")
+    return number
 
 
 def run(args: argparse.Namespace) -> int:
