@@ -277,6 +277,8 @@ def _converted(block_ids: Any, num_blocks: int, what: str) -> BlockIds:
 
 def _from_tensor(block_ids: torch.Tensor, what: str) -> npt.NDArray[Any]:
     """Its values as an array. Sparse, meta and quantized tensors have none that numpy could hold."""
+    if not block_ids.numel():
+        return np.empty(0, dtype=np.int64)  # torch.tensor([]) is a tensor of floats
     if block_ids.is_floating_point() or block_ids.is_complex():
         raise UsageError(f"{what}: a tensor of {block_ids.dtype}; block ids are integers")
     try:
