@@ -87,7 +87,8 @@ class LinkClosed(Generic[_L]):
     """The link is gone for good; nothing more is heard of it.
 
     ``refused``: the dialled host turned the connection away at once: nobody listens at that address.
-    It is never true for a connection that once came up, nor for one that met only silence.
+    It is never true for a connection that once came up. A host that left the network may end a dial early, too, so it
+    is a hint and no proof: kvpush.receiver asks the port again before it believes that the process is gone.
     """
 
     link: _L

@@ -30,7 +30,7 @@ from kvpush.events import BlocksReleased, Outcome, PushFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
-from kvpush.loop import Loop
+from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
 from kvpush.plan import PairPlan, block_len_bytes, check_block_ids, pair
 from kvpush.prefill import PrefillCore
@@ -40,9 +40,6 @@ from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_positio
 from kvpush.transport import RemoteHandle, Transport, TransportFactory, WriteHandle
 
 BlockIds = npt.NDArray[np.int64]
-
-MESSAGES_PER_TURN = 256  # so that a flood of control messages does not starve the WRITEs
-GOODBYE_LINGER_S = 0.2  # time for the last messages to leave before the sockets close
 
 
 class Fence(Protocol):

@@ -35,7 +35,7 @@ from kvpush.events import Outcome, ReceiveFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import Dialer, LinkClosed, LinkEvent, LinkMessage, LinkOpened, make_context
-from kvpush.loop import Loop
+from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
 from kvpush.plan import block_len_bytes, check_block_ids
 from kvpush.registry import Clock, Registry
@@ -46,12 +46,10 @@ BlockIds = npt.NDArray[np.int64]
 Address = tuple[str, int]
 Source = Address | Mapping[tuple[int, int], Address]
 
-MESSAGES_PER_TURN = 256  # so that a flood of control messages does not starve the notifications
 ATTENTION_S = 0.02  # after a receive was registered or blocks arrived, the next WRITE is likely near: look often
 LEISURELY_LOOK_S = 0.01  # at NIXL, while receives wait and no WRITE has been announced: prefill's hint takes its time
 MAX_PROBES = 16  # refused addresses that are asked a second time at the same time
 PROBE_TIMEOUT_S = 1.0  # a host that refuses answers within one round trip
-GOODBYE_LINGER_S = 0.2  # time for the last messages to leave before the sockets close
 
 
 @dataclass(frozen=True, slots=True)
