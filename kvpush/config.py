@@ -52,6 +52,8 @@ class Config:
     max_deferred_per_engine: int = 4096  # pushes that wait behind one handshake
     max_in_flight_bytes: int = 4 << 30  # posted and not settled
     max_write_bytes: int = 64 << 20  # of one WRITE: a larger push goes slice by slice, two of them at a time
+    coalesce_bytes: int = 1 << 20  # smaller pieces of a growing push are put together while a WRITE of it is in flight
+    min_tile_bytes: int = 1024  # the shortest piece into which two sides' layouts may cut a block
     max_message_bytes: int = 16 << 20  # control messages above this are refused unread
     max_tombstones: int = 65536  # remembered ids of ended transfers, and as many evicted engines in engines()
     tombstone_ttl_s: float = 300.0

@@ -7,6 +7,12 @@ clock.
 Caller's duties: as in :mod:`kvpush.prefill`. Every :class:`Dial` is answered by ``link_opened`` or ``link_closed``, and
 a link that was opened by one ``link_closed``, unless this side hung it up.
 
+A receive has a *leg* for each rank of the prefill engine that has something to write for this rank of decode: one,
+unless the two engines are spread over their ranks differently. Which ranks these are follows from heads and sizes; what
+each of them has of the layers it says in ``Welcome``. The receive is done when every leg is; when one leg fails, it
+fails, and prefill is told on the others. Ranks that write nothing here, but would otherwise never hear how their push
+ends, are told too.
+
 What makes blocks reusable. A WRITE that was posted cannot be revoked, so after a failure, a cancel or the deadline the
 blocks are *held* until one of these proves that no write can touch them: prefill says ``Drained`` or
 ``Failed(settled)``, every position has arrived, or prefill's process is gone (its port refuses, another incarnation
@@ -19,17 +25,17 @@ A link that closes says nothing about the process behind it: decode dials again,
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpush import metadata, wire
+from kvpush.arrivals import Arrivals
+from kvpush.blocks import BlockIds
 from kvpush.config import Config, HoldPolicy
-from kvpush.errors import Failure, FailureCode, QueueFull, RemoteProtocolError
+from kvpush.errors import Failure, FailureCode, Incompatible, QueueFull, RemoteProtocolError
 from kvpush.events import BlocksReleased, Outcome, ReceiveFinished, StaleReason
 from kvpush.identity import Identity
-from kvpush.layout import CacheGeometry
+from kvpush.layout import CacheGeometry, totals_of
 from kvpush.lifecycle import RECEIVE, ReceiveState, ReceiveTrigger
 from kvpush.registry import (
     Evicted,
@@ -40,10 +46,12 @@ from kvpush.registry import (
     RetryDue,
     WentStale,
 )
+from kvpush.parallel import Share, written_heads, writers
+from kvpush.terms import group_terms, slot_range
 from kvpush.timers import Timers
+from kvpush.wire import Rank
 
 LinkId = int
-BlockIds = npt.NDArray[np.int64]
 Address = tuple[str, int]
 
 MAX_NOTICES = 1024  # empty registrations kept for one engine that is not connected yet
@@ -95,6 +103,33 @@ Effect = Dial | HangUp | Send | Emit
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a prefill engine is: how many ranks it has, and the address of each that matters here."""
+
+    engine_id: str
+    pp_size: int
+    tp_size: int
+    addresses: Mapping[Rank, Address]
+
+    def share(self, rank: Rank) -> Share:
+        """Of one of its ranks."""
+        return Share(rank[0], self.pp_size, rank[1], self.tp_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where one group's blocks go: position ``first_block + i`` goes into ``block_ids[i]``.
+
+    ``num_tokens``: only tokens below it are wanted; 0: every block whole.
+    """
+
+    group: str
+    first_block: int
+    block_ids: BlockIds
+    num_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class _Receive:
     """One expect(). ``state`` is written by the lifecycle alone."""
@@ -102,31 +137,85 @@ class _Receive:
     transfer_id: str
     epoch: int
     engine_id: str
-    first_block: int
-    block_ids: BlockIds
+    places: tuple[Place, ...]
+    num_blocks: int
     opened_s: float
     deadline_s: float
-    arrived: npt.NDArray[np.bool_]  # by position, relative to first_block
-    num_missing: int
     state: ReceiveState = RECEIVE.initial
-    registered_with: str | None = None  # prefill's incarnation, once Register was sent to it
-    writer_agent: str = ""  # prefill's NIXL agent, the only one whose notifications count
-    home: int | None = None  # the generation whose record lists it
-    pinned: int | None = None  # the generation that it pins
-    failed_attempts: int = 0  # dials that it waited through
-    num_under_way: int = 0  # positions that prefill said it writes, less those that arrived; negative: it came late
+    legs: dict[Rank, _Leg] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
         """No outcome yet."""
         return self.state in (ReceiveState.registered, ReceiveState.receiving)
 
+    @property
+    def is_complete(self) -> bool:
+        """Everything has arrived, from every rank."""
+        return all(leg.is_complete for leg in self.legs.values())
+
+    @property
+    def is_quiet(self) -> bool:
+        """No WRITE can come any more."""
+        return all(leg.is_quiet for leg in self.legs.values())
+
+    @property
+    def progress(self) -> str:
+        """For people."""
+        legs = self.legs.values()
+        missing = [leg for leg in legs if not leg.is_complete]
+        if len(legs) == 1:
+            return missing[0].progress if missing else "everything"
+        ranks = ", ".join(f"{leg.rank}: {leg.progress}" for leg in missing[:8])
+        return f"{len(legs) - len(missing)} of {len(legs)} ranks' parts (of rank (pp, tp) {ranks})"
+
+
+@dataclass(slots=True, eq=False)
+class _Leg:
+    """What one rank of prefill writes of a receive."""
+
+    receive: _Receive
+    rank: Rank
+    home: int  # the generation whose record lists it
+    registered_with: str | None = None  # prefill's incarnation, once Register was sent to it
+    writer_agent: str = ""  # its NIXL agent, the only one whose notifications count
+    arrivals: dict[int, Arrivals] = field(default_factory=dict)  # by prefill's number of the group
+    pinned: int | None = None  # the generation that it pins
+    failed_attempts: int = 0  # dials that it waited through
+    num_under_way: int = 0  # WRITEs that prefill announced, less those that arrived; negative: the news came late
+    is_proven: bool = False  # prefill said, or its end says, that no WRITE will come any more
+    holdings: tuple[wire.Holding, ...] = ()  # what this rank holds; known once it is registered
+
+    @property
+    def num_missing(self) -> int:
+        """Cells (slots times layers) that are still to come."""
+        return sum(arrivals.num_missing for arrivals in self.arrivals.values())
+
+    @property
+    def is_complete(self) -> bool:
+        """Registered, and everything has arrived."""
+        return self.registered_with is not None and self.num_missing == 0
+
+    @property
+    def is_quiet(self) -> bool:
+        """No WRITE can come any more."""
+        return self.registered_with is None or self.is_proven or self.num_missing == 0
+
+    @property
+    def progress(self) -> str:
+        """For people."""
+        num_cells = sum(each.num_layers * each.num_slots for each in self.arrivals.values())
+        if self.registered_with is None:
+            return "not registered"
+        return f"{num_cells - self.num_missing} of {num_cells} cells (slots times layers)"
+
 
 @dataclass(slots=True, eq=False)
 class _Prefill:
-    """One generation of a prefill engine, with the link to it and the receives that need it."""
+    """One generation of a rank of a prefill engine, with the link to it and the legs that need it."""
 
     engine_id: str
+    share: Share
     address: Address
     generation: int
     link: LinkId | None = None
@@ -134,8 +223,9 @@ class _Prefill:
     is_up: bool = False  # Welcome came
     incarnation: str = ""
     agent_name: str = ""
-    receives: dict[int, _Receive] = field(default_factory=dict)  # by epoch: open or holding
-    unsent: dict[int, _Receive] = field(default_factory=dict)  # those of them that this link has not told prefill about
+    holdings: tuple[wire.Holding, ...] = ()
+    legs: dict[int, _Leg] = field(default_factory=dict)  # by epoch: open or holding
+    unsent: dict[int, _Leg] = field(default_factory=dict)  # those of them that this link has not told prefill about
     notices: list[wire.Register] = field(default_factory=list)  # empty registrations, to be sent once it is up
     renewals: dict[str, None] = field(default_factory=dict)  # transfer ids to renew once it is up
 
@@ -170,6 +260,8 @@ class DecodeCore:
         self._identity = identity
         self._agent_metadata = agent_metadata
         self._geometry = geometry
+        self._totals = totals_of(geometry)
+        self._layers = {group.name: {layer.name for layer in group.layers} for group in geometry.groups}
         self._config = config
         self._registry = registry
         self._out: list[Effect] = []
@@ -177,7 +269,7 @@ class DecodeCore:
         self._links: dict[LinkId, _Prefill] = {}
         self._receives: dict[int, _Receive] = {}  # by epoch: open or holding
         self._open: dict[str, _Receive] = {}  # by transfer id: open
-        self._under_way: set[int] = set()  # epochs of receives that a WRITE is under way to
+        self._under_way: set[_Leg] = set()  # those that a WRITE is under way to
         self._last_epoch = 0
         self._last_link = 0
         self._timers: Timers[_TimerKey] = Timers()
@@ -187,82 +279,102 @@ class DecodeCore:
     def expect(
         self,
         transfer_id: str,
-        block_ids: BlockIds,
+        places: tuple[Place, ...],
         *,
-        address: Address,
-        engine_id: str,
-        first_block: int,
+        num_blocks: int,
+        source: Source,
         deadline_s: float,
         now_s: float,
     ) -> list[Effect]:
-        """Position ``first_block + i`` of the transfer goes into local block ``block_ids[i]``.
+        """Fill these places with the KV of a transfer, from this engine.
 
-        ``deadline_s`` counts from now. The blocks belong to kvpush until it says that they are reusable.
+        ``num_blocks``: how many these are, as the caller counts them; 0 is done at once. ``deadline_s`` counts from now. The blocks belong to kvpush until it says that they are reusable.
         """
         self.counters["receives"] += 1
         self._last_epoch += 1
         receive = _Receive(
             transfer_id,
             self._last_epoch,
-            engine_id,
-            first_block,
-            block_ids,
+            source.engine_id,
+            places,
+            num_blocks,
             opened_s=now_s,
             deadline_s=now_s + deadline_s,
-            arrived=np.zeros(len(block_ids), dtype=np.bool_),
-            num_missing=len(block_ids),
         )
         self._receives[receive.epoch] = receive
         self._open[transfer_id] = receive
         try:
-            prefill = self._prefill_at(engine_id, address, now_s)
-        except QueueFull as exc:
-            self._end(receive, Outcome.failed, FailureCode.queue_full, str(exc), now_s, is_quiet=True)
+            prefills = self._prefills_of(source, now_s)
+        except (QueueFull, Failure) as exc:
+            failure = exc if isinstance(exc, Failure) else Failure(FailureCode.queue_full, str(exc))
+            self._end(receive, Outcome.failed, failure.code, failure.reason, now_s)
             return self._effects()
-        if receive.num_missing == 0:
-            self._notice(prefill, self._registration(receive, now_s))
-            self._complete(receive, now_s)
-        else:
+        for prefill in prefills:
+            if receive.num_blocks and self._is_written_by(prefill.share):
+                leg = receive.legs[prefill.share.rank] = _Leg(receive, prefill.share.rank, prefill.generation)
+                self._house(prefill, leg)
+            else:
+                self._notice(prefill, receive, now_s)
+        if receive.num_blocks:
             self._timers.set(_Deadline(receive.epoch), receive.deadline_s)
-            self._house(prefill, receive)
-        self._use(prefill, now_s)
+        else:
+            self._complete(receive, now_s)
+        for prefill in prefills:
+            self._use(prefill, now_s)
         return self._effects()
+
+    def _is_written_by(self, share: Share) -> bool:
+        """Whether this rank of prefill has heads for us, in any group. Of layers nothing is known yet."""
+        return any(written_heads(share.tp, self._identity.share.tp, total) for total in self._totals)
+
+    def _prefills_of(self, source: Source, now_s: float) -> list[_Prefill]:
+        """The records of all ranks to talk to. Raises QueueFull, and Incompatible where the sizes do not fit."""
+        ranks = writers(self._identity.share, source.pp_size, source.tp_size, self._totals)
+        if missing := sorted(ranks - source.addresses.keys()):
+            raise Incompatible(
+                f"prefill engine {source.engine_id!r}: its source names no address for rank (pp, tp) {missing[0]}, "
+                f"which writes to rank {self._identity.rank} here"
+            )
+        return [
+            self._prefill_at(source.engine_id, source.share(rank), source.addresses[rank], now_s)
+            for rank in sorted(ranks)
+        ]
 
     def cancel(self, transfer_id: str, now_s: float) -> list[Effect]:
         """The caller gives up. Known or not, in any state, twice: never an error."""
         receive = self._open.get(transfer_id)
         if receive is not None:
             reason = f"cancelled by decode engine {self._identity.engine_id!r}"
-            self._give_up(receive, Outcome.cancelled, FailureCode.cancelled_by_caller, reason, now_s)
+            self._end(receive, Outcome.cancelled, FailureCode.cancelled_by_caller, reason, now_s)
         return self._effects()
 
-    def renew(self, transfer_ids: list[str], *, address: Address, engine_id: str, now_s: float) -> list[Effect]:
+    def renew(self, transfer_ids: list[str], *, source: Source, now_s: float) -> list[Effect]:
         """Requests for these transfers still queue here: ask prefill to keep their blocks for one more lease."""
         try:
-            prefill = self._prefill_at(engine_id, address, now_s)
-        except QueueFull:  # nobody waits for an answer, and the leases may outlast the queue
+            prefills = self._prefills_of(source, now_s)
+        except (QueueFull, Failure):  # nobody waits for an answer, and the leases may outlast the queue
             self.counters["renewals_dropped"] += len(transfer_ids)
             return self._effects()
-        prefill.renewals |= dict.fromkeys(transfer_ids)
-        excess = len(prefill.renewals) - self._config.max_pending_pushes
-        for transfer_id in list(prefill.renewals)[: max(0, excess)]:
-            del prefill.renewals[transfer_id]
-            self.counters["renewals_dropped"] += 1
-        self._use(prefill, now_s)
+        for prefill in prefills:
+            prefill.renewals |= dict.fromkeys(transfer_ids)
+            excess = len(prefill.renewals) - self._config.max_pending_pushes
+            for transfer_id in list(prefill.renewals)[: max(0, excess)]:
+                del prefill.renewals[transfer_id]
+                self.counters["renewals_dropped"] += 1
+            self._use(prefill, now_s)
         return self._effects()
 
     def drop_engine(self, engine_id: str, now_s: float) -> list[Effect]:
         """The router knows that this prefill engine is gone. Its receives fail; their blocks are held until proven."""
         reason = f"engine {engine_id!r} was dropped"
-        generation = self._registry.generation_of(engine_id)
-        if generation is not None:
-            self._absorb(self._registry.retire(generation, StaleReason.dropped, reason), now_s)
+        for prefill in [each for each in self._prefills.values() if each.engine_id == engine_id]:
+            self._absorb(self._registry.retire(prefill.generation, StaleReason.dropped, reason), now_s)
         return self._effects()
 
     def close(self, now_s: float) -> list[Effect]:
         """Cancel everything. What prefill acknowledges in time is released; the rest is reported as held."""
         for receive in list(self._open.values()):
-            self._give_up(
+            self._end(
                 receive,
                 Outcome.failed,
                 FailureCode.closing,
@@ -287,7 +399,14 @@ class DecodeCore:
         if prefill is not None:
             ours = self._identity
             hello = wire.Hello(
-                ours.engine_id, ours.incarnation, ours.rank, prefill.engine_id, ours.fingerprint, ours.agent_name
+                ours.engine_id,
+                ours.incarnation,
+                ours.share,
+                prefill.engine_id,
+                prefill.share,
+                ours.fingerprint,
+                ours.block_sizes_tokens,
+                ours.agent_name,
             )
             self._out.append(Send(link, hello))
         return self._effects()
@@ -349,6 +468,10 @@ class DecodeCore:
             )
             self._dial_failed(prefill, Failure(FailureCode.wrong_engine, reason), now_s)
             return
+        if message.share != prefill.share:
+            reason = f"prefill engine {prefill.engine_id!r} at {_shown(prefill.address)} is another rank: {message.share}"
+            self._dial_failed(prefill, Incompatible(reason), now_s)
+            return
         self._registry.name_incarnation(prefill.generation, message.incarnation)
         if not self._registry.handshake_succeeded(prefill.generation, prefill.attempt, prefill):
             return  # timed out a moment ago; the retry is under way
@@ -356,18 +479,20 @@ class DecodeCore:
         prefill.is_up = True
         prefill.incarnation = message.incarnation
         prefill.agent_name = message.agent_name
+        prefill.holdings = message.holdings
         assert prefill.link is not None, "a message came over it"
         self._timers.set(_Beat(prefill.link), now_s + self._config.heartbeat_interval_s)
-        self._absorb(self._registry.retire_address(_shown(prefill.address), prefill.engine_id), now_s)
+        address = _shown(prefill.address)
+        self._absorb(self._registry.retire_address(address, prefill.engine_id, prefill.share.rank), now_s)
         self._bury_other_incarnations(prefill, now_s)
         self._use(prefill, now_s)
 
     def _bury_other_incarnations(self, prefill: _Prefill, now_s: float) -> None:
         """Another process answers: what an earlier one was to write will never come."""
         reason = f"prefill engine {prefill.engine_id!r} restarted"
-        for receive in list(prefill.receives.values()):
-            if receive.registered_with not in (None, prefill.incarnation):
-                self._settle_gone(receive, FailureCode.peer_restarted, reason, now_s)
+        for leg in list(prefill.legs.values()):
+            if leg.registered_with not in (None, prefill.incarnation):
+                self._settle_gone(leg, FailureCode.peer_restarted, reason, now_s)
 
     def _refused(self, prefill: _Prefill, message: wire.Refused, now_s: float) -> None:
         self.counters[f"refusals_{message.code}"] += 1
@@ -407,75 +532,136 @@ class DecodeCore:
         receive = self._receives.get(written.epoch)
         if receive is None:
             self.counters["notifications_late"] += 1
-        elif receive.writer_agent != agent_name:
+            return self._effects()
+        leg = receive.legs.get(written.rank)
+        if leg is None or leg.writer_agent != agent_name:
             self.counters["notifications_foreign"] += 1
         else:
-            self._arrived(receive, written, now_s)
+            self._arrived(leg, written, now_s)
         return self._effects()
 
-    def _arrived(self, receive: _Receive, written: wire.Written, now_s: float) -> None:
-        start = written.first_block - receive.first_block
-        window = receive.arrived[max(start, 0) : start + written.num_blocks] if start >= 0 else receive.arrived[:0]
-        if len(window) != written.num_blocks:
-            self.counters["notifications_malformed"] += 1
-            return
-        receive.num_missing -= int(len(window) - np.count_nonzero(window))
-        window[:] = True
-        self._count_under_way(receive, -written.num_blocks)
-        if receive.num_missing:
-            if receive.pinned is not None:
-                self._registry.heard(receive.pinned, activity=True)
-            if receive.is_open:
-                self._fire(receive, ReceiveTrigger.blocks_arrived)
-        elif receive.is_open:  # that the pin is settled is a sign of life, too
+    def _arrived(self, leg: _Leg, written: wire.Written, now_s: float) -> None:
+        for span in written.spans:
+            arrivals = leg.arrivals.get(span.group)
+            if arrivals is None or not arrivals.mark(
+                span.first_layer, span.num_layers, span.first_slot, span.num_slots
+            ):
+                self.counters["notifications_malformed"] += 1
+        self._count_under_way(leg, -1)
+        receive = leg.receive
+        if leg.num_missing == 0:
+            self._leave(leg, now_s, is_confirmed=True)  # that it is settled is a sign of life, too
+        elif leg.pinned is not None:
+            self._registry.heard(leg.pinned, activity=True)
+        if not receive.is_open:
+            self._release_if_quiet(receive, "every position has been written", now_s)
+        elif receive.is_complete:
             self._complete(receive, now_s)
         else:
-            self._release(receive, ReceiveTrigger.proven_quiet, "every position has been written", now_s, proven=True)
+            self._fire(receive, ReceiveTrigger.blocks_arrived)
 
     def _writing(self, prefill: _Prefill, message: wire.Writing) -> None:
-        receive = prefill.receives.get(message.epoch)
-        if receive is not None:
-            self._count_under_way(receive, message.num_blocks)
+        leg = prefill.legs.get(message.epoch)
+        if leg is not None:
+            self._count_under_way(leg, 1)
 
-    def _count_under_way(self, receive: _Receive, num_blocks: int) -> None:
-        receive.num_under_way += num_blocks
-        if receive.num_under_way > 0:
-            self._under_way.add(receive.epoch)
+    def _count_under_way(self, leg: _Leg, num_writes: int) -> None:
+        leg.num_under_way += num_writes
+        if leg.num_under_way > 0:
+            self._under_way.add(leg)
         else:
-            self._under_way.discard(receive.epoch)
+            self._under_way.discard(leg)
 
     def _failed(self, prefill: _Prefill, message: wire.Failed, now_s: float) -> None:
-        receive = prefill.receives.get(message.epoch)
-        if receive is None:
+        leg = prefill.legs.get(message.epoch)
+        if leg is None or leg.registered_with is None:
             self.counters["messages_late"] += 1
-        elif receive.is_open:
+            return
+        if message.settled:
+            self._prove(leg, now_s, is_confirmed=False)
+        if leg.receive.is_open:
             outcome = Outcome.cancelled if message.code in _CANCELLED_CODES else Outcome.failed
-            self._end(receive, outcome, message.code, message.reason, now_s, is_quiet=message.settled)
-        elif message.settled:
-            self._release(receive, ReceiveTrigger.proven_quiet, "prefill never wrote", now_s, proven=True)
+            self._end(leg.receive, outcome, message.code, message.reason, now_s, told_by=leg)
+        else:
+            self._release_if_quiet(leg.receive, "prefill never wrote", now_s)
 
     def _drained(self, prefill: _Prefill, message: wire.Drained, now_s: float) -> None:
-        receive = prefill.receives.get(message.epoch)
-        if receive is None or receive.is_open:
+        leg = prefill.legs.get(message.epoch)
+        if leg is None or leg.receive.is_open:
             self.counters["messages_late"] += 1
         else:
-            self._release(receive, ReceiveTrigger.proven_quiet, "drained", now_s, proven=True)
+            self._prove(leg, now_s, is_confirmed=True)
+            self._release_if_quiet(leg.receive, "drained", now_s)
 
-    def _register(self, prefill: _Prefill, receive: _Receive, now_s: float) -> None:
-        """Send Register, and pin the engine until the receive is over."""
+    def _register(self, prefill: _Prefill, leg: _Leg, now_s: float) -> None:
+        """Send Register, and pin the engine until the leg is over."""
         assert prefill.link is not None, "the engine is up"
         if self._registry.pin(prefill.generation) is None:
             return
-        receive.pinned = prefill.generation
-        receive.registered_with = prefill.incarnation
-        receive.writer_agent = prefill.agent_name
-        self._out.append(Send(prefill.link, self._registration(receive, now_s)))
+        receive = leg.receive
+        leg.pinned = prefill.generation
+        leg.registered_with = prefill.incarnation
+        leg.writer_agent = prefill.agent_name
+        leg.holdings = prefill.holdings
+        wants = self._wants(prefill, leg)
+        self._out.append(Send(prefill.link, self._registration(receive, wants, now_s)))
+        if leg.num_missing == 0:  # it has none of our layers, or of the groups that this transfer has blocks in
+            self._leave(leg, now_s, is_confirmed=False)
+        if (defect := self._coverage_defect(receive)) is not None:
+            self._end(receive, Outcome.failed, FailureCode.incompatible, defect, now_s)
+        elif receive.is_complete:
+            self._complete(receive, now_s)
+
+    def _wants(self, prefill: _Prefill, leg: _Leg) -> tuple[wire.Want, ...]:
+        """What to ask of this rank of prefill, and from now on to expect of it."""
+        places = {place.group: place for place in leg.receive.places}
+        own_sizes = self._identity.block_sizes_tokens
+        totals = dict(zip(own_sizes, self._totals, strict=True))
+        wants: list[wire.Want] = []
+        for number, held in enumerate(prefill.holdings):
+            place, ours = places.get(held.group), self._layers.get(held.group, set())
+            common = [layer in ours for layer in held.layers]
+            if place is None or not any(common):
+                continue
+            if not written_heads(prefill.share.tp, self._identity.share.tp, totals[held.group]):
+                continue
+            terms = group_terms(held.group, held.block_size_tokens, own_sizes[held.group])
+            first_slot, num_slots = slot_range(place.first_block, len(place.block_ids), place.num_tokens, terms)
+            if number not in leg.arrivals:  # asked again on a new link, what has arrived stays
+                leg.arrivals[number] = arrivals = Arrivals(len(common), first_slot, num_slots)
+                for layer, is_common in enumerate(common):
+                    if not is_common:  # another rank of this side asks for it
+                        arrivals.mark(layer, 1, first_slot, num_slots)
+            packed = wire.pack_block_ids(place.block_ids)
+            wants.append(wire.Want(place.group, place.first_block, packed, place.num_tokens))
+        return tuple(wants)
+
+    def _coverage_defect(self, receive: _Receive) -> str | None:
+        """Which of our layers no stage of prefill holds, or two: known once every stage has said what it holds."""
+        if not all(leg.holdings for leg in receive.legs.values()):
+            return None
+        wanted = {place.group for place in receive.places}
+        stages: dict[tuple[str, str], set[int]] = {}
+        for leg in receive.legs.values():
+            for held in leg.holdings:
+                for layer in held.layers:
+                    stages.setdefault((held.group, layer), set()).add(leg.rank[0])
+        ours = [(group, layer) for group in wanted for layer in sorted(self._layers[group])]
+        missing = [repr(layer) for group, layer in ours if (group, layer) not in stages]
+        double = [repr(layer) for group, layer in ours if len(stages.get((group, layer), ())) > 1]
+        for what, layers in (("no stage of it holds", missing), ("more than one stage of it holds", double)):
+            if layers:
+                more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
+                return (
+                    f"layers: of the {len(ours)} layers of decode engine {self._identity.engine_id!r}, {what} "
+                    f"{', '.join(layers[:4])}{more}; prefill engine {receive.engine_id!r} has {len(stages)}"
+                )
+        return None
 
     @staticmethod
-    def _registration(receive: _Receive, now_s: float) -> wire.Register:
+    def _registration(receive: _Receive, wants: tuple[wire.Want, ...], now_s: float) -> wire.Register:
         remaining_ms = min(max(0, round((receive.deadline_s - now_s) * 1000)), wire.MAX_REMAINING_MS)
-        packed = wire.pack_block_ids(receive.block_ids)
-        return wire.Register(receive.transfer_id, receive.epoch, receive.first_block, packed, remaining_ms)
+        return wire.Register(receive.transfer_id, receive.epoch, wants, remaining_ms)
 
     def _send_cancel(self, prefill: _Prefill, receive: _Receive, code: FailureCode, reason: str) -> None:
         if prefill.is_up and prefill.link is not None:
@@ -487,43 +673,64 @@ class DecodeCore:
     def _complete(self, receive: _Receive, now_s: float) -> None:
         self._fire(receive, ReceiveTrigger.completed)
         self._report(receive, Outcome.done, None, "", now_s, blocks_reusable=True)
-        self._forget(receive, now_s, is_confirmed=True)
-
-    def _give_up(self, receive: _Receive, outcome: Outcome, code: FailureCode, reason: str, now_s: float) -> None:
-        """This side ends it: at once when it was never registered, else prefill is asked to drain."""
-        if receive.registered_with is None:
-            self._end(receive, outcome, code, reason, now_s, is_quiet=True)
-            return
-        prefill = self._prefill_of(receive)
-        if prefill is not None:
-            self._send_cancel(prefill, receive, code, reason)
-        self._end(receive, outcome, code, reason, now_s, is_quiet=False)
+        self._forget(receive, now_s)
 
     def _end(
-        self, receive: _Receive, outcome: Outcome, code: FailureCode, reason: str, now_s: float, *, is_quiet: bool
+        self,
+        receive: _Receive,
+        outcome: Outcome,
+        code: FailureCode,
+        reason: str,
+        now_s: float,
+        *,
+        told_by: _Leg | None = None,
     ) -> None:
-        """The one outcome of a receive that did not complete."""
-        trigger = ReceiveTrigger.ended_quiet if is_quiet else ReceiveTrigger.ended_unquiet
-        self._fire(receive, trigger)
+        """The one outcome of a receive that did not complete. Every rank of prefill that may still write is asked to
+        stop, but ``told_by``, which knows."""
+        for leg in receive.legs.values():
+            prefill = self._prefills.get(leg.home)
+            if prefill is not None and leg is not told_by and not leg.is_quiet:
+                self._send_cancel(prefill, receive, code, reason)
+        is_quiet = receive.is_quiet
+        self._fire(receive, ReceiveTrigger.ended_quiet if is_quiet else ReceiveTrigger.ended_unquiet)
         self._report(receive, outcome, code, reason, now_s, blocks_reusable=is_quiet)
         if is_quiet:
-            self._forget(receive, now_s, is_confirmed=False)
+            self._forget(receive, now_s)
         else:
             self._timers.cancel(_Deadline(receive.epoch))
             self._timers.set(_Hold(receive.epoch), now_s + self._config.hold_timeout_s)
             self._open.pop(receive.transfer_id, None)
 
-    def _settle_gone(self, receive: _Receive, code: FailureCode, reason: str, now_s: float) -> None:
-        """The process that was to write is gone: that settles whatever state the receive is in."""
-        if receive.is_open:
-            self._end(receive, Outcome.failed, code, reason, now_s, is_quiet=True)
+    def _settle_gone(self, leg: _Leg, code: FailureCode, reason: str, now_s: float) -> None:
+        """The process that was to write is gone: that settles the leg, whatever state its receive is in."""
+        if leg.is_quiet:
+            return
+        self._prove(leg, now_s, is_confirmed=False)
+        if leg.receive.is_open:
+            self._end(leg.receive, Outcome.failed, code, reason, now_s)
         else:
+            self._release_if_quiet(leg.receive, reason, now_s)
+
+    def _prove(self, leg: _Leg, now_s: float, *, is_confirmed: bool) -> None:
+        """No WRITE of this leg can come any more. ``is_confirmed``: prefill, alive, said so."""
+        leg.is_proven = True
+        self._unpin(leg, now_s, is_confirmed=is_confirmed)
+
+    def _leave(self, leg: _Leg, now_s: float, *, is_confirmed: bool) -> None:
+        """Everything of this leg has arrived: what becomes of its writer does not matter to it any more."""
+        prefill = self._prefills.get(leg.home)
+        if prefill is not None:
+            prefill.legs.pop(leg.receive.epoch, None)
+        self._unpin(leg, now_s, is_confirmed=is_confirmed)
+
+    def _release_if_quiet(self, receive: _Receive, reason: str, now_s: float) -> None:
+        if receive.is_quiet:
             self._release(receive, ReceiveTrigger.proven_quiet, reason, now_s, proven=True)
 
     def _release(self, receive: _Receive, trigger: ReceiveTrigger, reason: str, now_s: float, *, proven: bool) -> None:
         self._fire(receive, trigger)
         self._out.append(Emit(BlocksReleased(receive.transfer_id, proven, reason)))
-        self._forget(receive, now_s, is_confirmed=proven)
+        self._forget(receive, now_s)
 
     def _report(
         self,
@@ -545,48 +752,48 @@ class DecodeCore:
                     code=code,
                     reason=reason,
                     blocks_reusable=blocks_reusable,
-                    num_blocks=len(receive.block_ids),
+                    num_blocks=receive.num_blocks,
                     duration_s=now_s - receive.opened_s,
                 )
             )
         )
 
-    def _forget(self, receive: _Receive, now_s: float, *, is_confirmed: bool) -> None:
+    def _forget(self, receive: _Receive, now_s: float) -> None:
         del self._receives[receive.epoch]
         if self._open.get(receive.transfer_id) is receive:
             del self._open[receive.transfer_id]
         self._timers.cancel(_Deadline(receive.epoch))
         self._timers.cancel(_Hold(receive.epoch))
-        prefill = self._prefill_of(receive)
-        if prefill is not None:
-            prefill.receives.pop(receive.epoch, None)
-            prefill.unsent.pop(receive.epoch, None)
-        self._unpin(receive, now_s, is_confirmed=is_confirmed)
+        for leg in receive.legs.values():
+            prefill = self._prefills.get(leg.home)
+            if prefill is not None:
+                prefill.legs.pop(receive.epoch, None)
+                prefill.unsent.pop(receive.epoch, None)
+            self._unpin(leg, now_s, is_confirmed=False)
 
-    def _unpin(self, receive: _Receive, now_s: float, *, is_confirmed: bool) -> None:
-        self._count_under_way(receive, -receive.num_under_way)
-        if receive.pinned is not None:
-            generation, receive.pinned = receive.pinned, None
+    def _unpin(self, leg: _Leg, now_s: float, *, is_confirmed: bool) -> None:
+        self._count_under_way(leg, -leg.num_under_way)
+        if leg.pinned is not None:
+            generation, leg.pinned = leg.pinned, None
             self._absorb(self._registry.settle(generation, ok=is_confirmed), now_s)
 
     # --- prefill engines ---------------------------------------------------------------------------------------------
 
-    def _prefill_at(self, engine_id: str, address: Address, now_s: float) -> _Prefill:
-        """The record to use for this engine at this address; a new generation when the last is over."""
-        generation, effects = self._registry.admit_address(engine_id, _shown(address))
+    def _prefill_at(self, engine_id: str, share: Share, address: Address, now_s: float) -> _Prefill:
+        """The record to use for this rank at this address; a new generation when the last is over."""
+        generation, effects = self._registry.admit_address(engine_id, _shown(address), share.rank)
         prefill = self._prefills.get(generation)
         if prefill is None:
-            prefill = self._prefills[generation] = _Prefill(engine_id, address, generation)
+            prefill = self._prefills[generation] = _Prefill(engine_id, share, address, generation)
         self._absorb(effects, now_s)
+        if prefill.share != share:
+            raise Incompatible(f"prefill engine {engine_id!r} is known here as {prefill.share}, not as {share}")
         return prefill
 
-    def _prefill_of(self, receive: _Receive) -> _Prefill | None:
-        return None if receive.home is None else self._prefills.get(receive.home)
-
     @staticmethod
-    def _house(prefill: _Prefill, receive: _Receive) -> None:
-        receive.home = prefill.generation
-        prefill.receives[receive.epoch] = prefill.unsent[receive.epoch] = receive
+    def _house(prefill: _Prefill, leg: _Leg) -> None:
+        leg.home = prefill.generation
+        prefill.legs[leg.receive.epoch] = prefill.unsent[leg.receive.epoch] = leg
 
     def _use(self, prefill: _Prefill, now_s: float) -> None:
         """Something is to be sent: send it, dial first, or wait for the dial that is under way."""
@@ -606,12 +813,12 @@ class DecodeCore:
     def _flush(self, prefill: _Prefill, now_s: float) -> None:
         assert prefill.link is not None, "a connected engine has its link"
         unsent, prefill.unsent = prefill.unsent, {}
-        for receive in unsent.values():
-            if receive.is_open:
-                self._register(prefill, receive, now_s)
+        for leg in unsent.values():
+            if leg.receive.is_open:
+                self._register(prefill, leg, now_s)
             elif self._registry.pin(prefill.generation) is not None:  # its Cancel may have been lost with the old link
-                receive.pinned = prefill.generation
-                self._send_cancel(prefill, receive, FailureCode.cancelled_by_peer, "asked again on a new link")
+                leg.pinned = prefill.generation
+                self._send_cancel(prefill, leg.receive, FailureCode.cancelled_by_peer, "asked again on a new link")
         for notice in prefill.notices:
             self._out.append(Send(prefill.link, notice))
         prefill.notices.clear()
@@ -619,10 +826,10 @@ class DecodeCore:
         for start in range(0, len(renewals), wire.MAX_RENEWALS):
             self._out.append(Send(prefill.link, wire.Renew(renewals[start : start + wire.MAX_RENEWALS])))
 
-    def _notice(self, prefill: _Prefill, message: wire.Register) -> None:
+    def _notice(self, prefill: _Prefill, receive: _Receive, now_s: float) -> None:
         """Prefill must learn of an empty registration, to give its blocks back; this side waits for nothing."""
         if len(prefill.notices) < MAX_NOTICES:
-            prefill.notices.append(message)
+            prefill.notices.append(self._registration(receive, (), now_s))
         else:
             self.counters["notices_dropped"] += 1
 
@@ -635,23 +842,22 @@ class DecodeCore:
         if not self._registry.handshake_failed(prefill.generation, prefill.attempt, failure.reason):
             return
         self.counters[f"handshakes_failed_{failure.code}"] += 1
-        for receive in list(prefill.receives.values()):
-            receive.failed_attempts += 1
-            is_final = not failure.is_retryable or receive.failed_attempts >= self._config.handshake_attempts
-            if is_final and receive.is_open and receive.registered_with is None:
-                self._end(receive, Outcome.failed, failure.code, failure.reason, now_s, is_quiet=True)
+        for leg in list(prefill.legs.values()):
+            leg.failed_attempts += 1
+            is_final = not failure.is_retryable or leg.failed_attempts >= self._config.handshake_attempts
+            if is_final and leg.receive.is_open and leg.registered_with is None:
+                self._end(leg.receive, Outcome.failed, failure.code, failure.reason, now_s)
         if not failure.is_retryable:
             prefill.notices.clear()
             prefill.renewals.clear()
-        if prefill.receives or prefill.notices:
+        if prefill.legs or prefill.notices:
             self._use(prefill, now_s)  # asks for RetryDue when the backoff is over
 
     def _process_is_gone(self, prefill: _Prefill, code: FailureCode, reason: str, now_s: float) -> None:
         """Nobody, or somebody else, listens at the address now: what was registered there will never be written."""
         prefill.notices.clear()
-        for receive in list(prefill.receives.values()):
-            if receive.registered_with is not None:
-                self._settle_gone(receive, code, reason, now_s)
+        for leg in list(prefill.legs.values()):
+            self._settle_gone(leg, code, reason, now_s)
 
     def _lost(self, prefill: _Prefill, detail: str, now_s: float) -> None:
         self._absorb(self._registry.lost(prefill.generation, detail, link_is_up=False), now_s)
@@ -679,7 +885,7 @@ class DecodeCore:
                     )
                     self._dial_failed(prefill, Failure(FailureCode.handshake_timeout, reason), now_s)
                 case RetryDue():
-                    if prefill.receives or prefill.notices or prefill.renewals:
+                    if prefill.legs or prefill.notices or prefill.renewals:
                         self._use(prefill, now_s)
                 case WentStale():
                     self._went_stale(prefill, effect, now_s)
@@ -704,34 +910,33 @@ class DecodeCore:
         self.counters[f"engines_stale_{effect.reason}"] += 1
         if effect.reason in _FORSAKEN:
             code = _FORSAKEN[effect.reason]
-            for receive in list(prefill.receives.values()):
-                if receive.is_open:
-                    self._give_up(receive, Outcome.failed, code, effect.detail, now_s)
+            for leg in list(prefill.legs.values()):
+                if leg.receive.is_open:
+                    self._end(leg.receive, Outcome.failed, code, effect.detail, now_s)
         elif effect.reason is not StaleReason.idle:
             self._hang_up(prefill)
             self._carry_over(prefill, now_s)
 
     def _carry_over(self, old: _Prefill, now_s: float) -> None:
-        """Move the receives of ``old`` to the engine's next generation, which dials again."""
-        receives = list(old.receives.values())
-        old.receives.clear()
+        """Move the legs of ``old`` that are not over to the engine's next generation, which dials again."""
+        legs = list(old.legs.values())
+        old.legs.clear()
         old.unsent.clear()
-        if not receives:
+        for leg in legs:
+            self._unpin(leg, now_s, is_confirmed=False)
+        legs = [leg for leg in legs if not (leg.registered_with is not None and leg.is_quiet)]
+        if not legs:
             return
-        for receive in receives:
-            self._unpin(receive, now_s, is_confirmed=False)
         try:
-            new = self._prefill_at(old.engine_id, old.address, now_s)
+            new = self._prefill_at(old.engine_id, old.share, old.address, now_s)
         except QueueFull as exc:
-            for receive in receives:
-                receive.home = None
-                if receive.is_open:
-                    is_quiet = receive.registered_with is None
-                    self._end(receive, Outcome.failed, FailureCode.queue_full, str(exc), now_s, is_quiet=is_quiet)
+            for leg in legs:
+                if leg.receive.is_open:
+                    self._end(leg.receive, Outcome.failed, FailureCode.queue_full, str(exc), now_s)
         else:
-            for receive in receives:
-                receive.failed_attempts = 0
-                self._house(new, receive)
+            for leg in legs:
+                leg.failed_attempts = 0
+                self._house(new, leg)
             self._use(new, now_s)
 
     # --- time --------------------------------------------------------------------------------------------------------
@@ -753,12 +958,11 @@ class DecodeCore:
             case _Deadline(epoch):
                 receive = self._receives[epoch]
                 waited_s = now_s - receive.opened_s
-                num_blocks = len(receive.block_ids)
                 reason = (
-                    f"transfer {receive.transfer_id!r}: {num_blocks - receive.num_missing} of {num_blocks} blocks came "
-                    f"from prefill engine {receive.engine_id!r} within {waited_s:.3g} s"
+                    f"transfer {receive.transfer_id!r}: {receive.progress} came from prefill engine "
+                    f"{receive.engine_id!r} within {waited_s:.3g} s"
                 )
-                self._give_up(receive, Outcome.expired, FailureCode.deadline, reason, now_s)
+                self._end(receive, Outcome.expired, FailureCode.deadline, reason, now_s)
             case _Hold(epoch):
                 self._hold_timed_out(self._receives[epoch], now_s)
             case _Beat(link):
@@ -791,7 +995,7 @@ class DecodeCore:
     @property
     def is_written_to(self) -> bool:
         """Whether prefill may be writing into this memory at this moment."""
-        return any(receive.pinned is not None for receive in self._receives.values())
+        return any(leg.pinned is not None for receive in self._receives.values() for leg in receive.legs.values())
 
     def gauges(self) -> dict[str, int]:
         """Sizes of everything that is bounded."""

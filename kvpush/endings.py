@@ -20,9 +20,9 @@ from kvpush.events import BlocksReleased, Outcome
 from kvpush.lifecycle import PUSH, PushTrigger
 from kvpush.lines import Lines
 from kvpush.prefill_effects import Emit, Outbox
-from kvpush.pushes import DONE, Cause, Due, HoldEnd, LeaseEnd, Push, Registration
+from kvpush.pushes import DONE, Cause, Due, HoldEnd, LeaseEnd, Push, Registration, tombstone_of
 from kvpush.timers import Timers
-from kvpush.tombstones import Tombstone, Tombstones
+from kvpush.tombstones import Tombstones
 
 _TRIGGER_OF = {
     Outcome.done: PushTrigger.completed,
@@ -59,42 +59,53 @@ class Endings:
             # decode has everything that it asked for; the caller, it seems, forgot the last chunk
             self.conclude(push, DONE, now_s)
             return
-        registered = (
-            "no registration was waiting for it (one that came earlier may have ended with its decode engine)"
-            if push.registration is None
-            else "it could not be written"
-        )
-        reason = f"transfer {push.transfer_id!r}: the lease of {self._config.lease_s:g} s ended and {registered}"
+        if not push.legs:
+            why = "no registration was waiting for it (one that came earlier may have ended with its decode engine)"
+        elif not push.is_complete:
+            missing = ", ".join(map(str, sorted(push.readers - push.legs.keys())[:8]))
+            why = f"ranks (pp, tp) {missing} of decode engine {push.engine_id!r} have not registered for it"
+        else:
+            why = "it could not be written"
+        reason = f"transfer {push.transfer_id!r}: the lease of {self._config.lease_s:g} s ended and {why}"
         self.give_up(push, Cause(Outcome.expired, FailureCode.lease_expired, reason), now_s)
 
     def give_up(self, push: Push, cause: Cause, now_s: float) -> None:
         """End a push for ``cause``, unless it is ending already: the first root cause stays."""
         if push.cause is None:
             self.begin_end(push, cause, now_s)
-            if not push.in_flight:
+            if not push.is_in_flight:
                 self.conclude(push, cause, now_s)
 
     def begin_end(self, push: Push, cause: Cause, now_s: float) -> None:
         """Keep the cause, post nothing more, and tell decode at once when a WRITE is still in flight."""
         push.cause = cause
-        push.pieces.clear()
         self._timers.cancel(LeaseEnd(push.transfer_id))
-        self._lines.undefer(push)
-        if push.in_flight:
+        self._leave_lines(push)
+        if push.is_in_flight:
             PUSH.fire(push, PushTrigger.given_up)
-            self._tell_unsettled(push, cause)
+            self._tell(push, cause)
 
-    def _tell_unsettled(self, push: Push, cause: Cause) -> None:
-        wanted = push.registration
-        if wanted is not None and not wanted.is_drain_owed:
-            wanted.is_drain_owed = True
-            self._outbox.send_failed(wanted, cause.code_for_decode, cause.reason, settled=False)
+    def _leave_lines(self, push: Push) -> None:
+        for leg in push.legs.values():
+            leg.pieces.clear()
+            self._lines.undefer(leg)
+
+    def _tell(self, push: Push, cause: Cause) -> None:
+        """Tell every rank of decode that still waits for something that it will not come."""
+        for leg in push.legs.values():
+            wanted = leg.registration
+            if wanted.is_told or wanted.is_drain_owed or leg.is_served:
+                continue
+            is_settled = not leg.in_flight
+            wanted.is_told = True
+            wanted.is_drain_owed = not is_settled
+            self._outbox.send_failed(wanted, cause.code_for_decode, cause.reason, settled=is_settled)
 
     def conclude(self, push: Push, cause: Cause, now_s: float) -> None:
         """The one outcome. Nothing is in flight, so the blocks are the caller's."""
-        assert not push.in_flight, "an outcome with reusable blocks needs every WRITE to have ended"
+        assert not push.is_in_flight, "an outcome with reusable blocks needs every WRITE to have ended"
         push.cause = cause
-        self._lines.undefer(push)
+        self._leave_lines(push)
         PUSH.fire(push, _TRIGGER_OF[cause.outcome])
         self._report(push, cause, now_s, blocks_reusable=True)
         self._forget(push, cause, now_s)
@@ -103,11 +114,10 @@ class Endings:
     def doubt(self, push: Push, cause: Cause, now_s: float) -> None:
         """A WRITE neither ends nor proves itself ended: report the outcome, hold the blocks."""
         cause = push.cause = push.cause or cause
-        push.pieces.clear()
-        self._lines.undefer(push)
+        self._leave_lines(push)
         self._counters["pushes_in_doubt"] += 1
         PUSH.fire(push, PushTrigger.stalled)
-        self._tell_unsettled(push, cause)
+        self._tell(push, cause)
         self._report(push, cause, now_s, blocks_reusable=False)
         self._forget(push, cause, now_s)
         self.held[push] = None
@@ -134,25 +144,21 @@ class Endings:
         self._timers.cancel(LeaseEnd(push.transfer_id))
         code = cause.code or FailureCode.already_served
         reason = cause.reason or f"transfer {push.transfer_id!r} was served already"
-        tombstone = Tombstone(code, reason, is_push_awaited=False)
-        if push.registration is not None:
-            tombstone = push.registration.tombstone(code, reason, is_push_awaited=False)
-            push.registration.unlink()
+        for registration in push.registrations:
+            registration.unlink()
+        tombstone = tombstone_of(push.registrations, code, reason, is_push_awaited=False)
         self._tombstones.bury(push.transfer_id, tombstone, now_s)
 
     def _settle_account(self, push: Push, cause: Cause) -> None:
-        """Nothing is in flight: give decode the proof that it waits for, or the news."""
-        wanted = push.registration
-        if wanted is None:
-            return
-        if wanted.is_drain_owed:
-            self.pay_drain(wanted)
-        elif cause.outcome is not Outcome.done:
-            self._outbox.send_failed(wanted, cause.code_for_decode, cause.reason)
+        """Nothing is in flight: give decode the news, or the proof that it waits for."""
+        if cause.outcome is not Outcome.done:
+            self._tell(push, cause)
+        for registration in push.registrations:
+            self.pay_drain(registration)
 
     def pay_drain(self, registration: Registration) -> None:
         """Nothing of this registration can land any more: tell decode, if it waits to hear that."""
-        assert not registration.num_unproven, "Drained says that nothing can land"
         if registration.is_drain_owed:
+            assert not registration.num_unproven, "Drained says that nothing can land"
             registration.is_drain_owed = False
             self._outbox.send(registration.link, wire.Drained(registration.transfer_id, registration.epoch))

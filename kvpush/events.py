@@ -79,9 +79,10 @@ class BlocksReleased:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """One remote engine and generation, as the registry sees it at one instant."""
+    """One rank of a remote engine and generation, as the registry sees it at one instant."""
 
     engine_id: str
+    rank: tuple[int, int]  # (pp_rank, tp_rank); (0, 0) for an engine that is one process
     generation: int  # our own fence number: grows with every new record, never used twice
     incarnation: str  # the remote's boot identity
     state: str  # kvpush.lifecycle.State

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from kvpush import wire
 from kvpush.errors import Failure, FailureCode, Incompatible
 from kvpush.layout import CacheGeometry, KVCacheSpec, compare, fingerprint
+from kvpush.parallel import Share
+from kvpush.wire import Rank
 
 # NIXL documents no limit for agent names, so a long engine id is cut and told apart by its hash
 _MAX_SHOWN_BYTES = 128
@@ -20,9 +22,19 @@ class Identity:
 
     engine_id: str
     incarnation: str  # random, new with every object: a restarted engine is another incarnation
-    rank: tuple[int, int]  # (pp_rank, tp_rank)
+    share: Share  # which rank of how many
     agent_name: str  # of its NIXL agent; carries the incarnation, so it is unique in the fleet and never used twice
     fingerprint: dict[str, str]
+    holdings: tuple[wire.Holding, ...]  # by group: the size of its blocks, the names of its layers
+
+    @property
+    def rank(self) -> Rank:
+        return self.share.rank
+
+    @property
+    def block_sizes_tokens(self) -> dict[str, int]:
+        """By group."""
+        return {holding.group: holding.block_size_tokens for holding in self.holdings}
 
 
 def new_identity(engine_id: str, spec: KVCacheSpec, geometry: CacheGeometry) -> Identity:
@@ -32,7 +44,11 @@ def new_identity(engine_id: str, spec: KVCacheSpec, geometry: CacheGeometry) -> 
     if len(engine_id.encode()) > _MAX_SHOWN_BYTES:
         shown = f"{engine_id[:32]}~{hashlib.blake2b(engine_id.encode(), digest_size=8).hexdigest()}"
     agent_name = f"{shown}/{spec.pp_rank}.{spec.tp_rank}#{incarnation}"
-    return Identity(engine_id, incarnation, spec.rank, agent_name, fingerprint(geometry, spec))
+    holdings = tuple(
+        wire.Holding(group.name, group.block_size_tokens, tuple(layer.name for layer in group.layers))
+        for group in geometry.groups
+    )
+    return Identity(engine_id, incarnation, spec.share, agent_name, fingerprint(geometry, spec), holdings)
 
 
 def mismatch(ours: Identity, hello: wire.Hello) -> Failure | None:
@@ -48,9 +64,13 @@ def mismatch(ours: Identity, hello: wire.Hello) -> Failure | None:
     )
     if differences is not None:
         return Incompatible(differences)
-    if hello.rank != ours.rank:
+    if hello.expected_share != ours.share:
         return Incompatible(
-            f"rank (pp, tp): prefill engine {ours.engine_id!r} has {ours.rank}, "
-            f"decode {hello.engine_id!r} has {hello.rank}"
+            f"decode engine {hello.engine_id!r} takes this address for {_described(hello.expected_share)}, but prefill "
+            f"engine {ours.engine_id!r} is {_described(ours.share)} here: its source must name an address for each rank"
         )
     return None
+
+
+def _described(share: Share) -> str:
+    return f"rank (pp, tp) {share.rank} of pp_size={share.pp_size}, tp_size={share.tp_size}"

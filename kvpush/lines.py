@@ -1,7 +1,7 @@
 """Who may post next: pushes wait behind their engine's handshake, then in its line, and lines are served in turn.
 
-Pure. An engine is known by its generation. One push waits in one place at a time, and no engine's line holds up
-another's.
+Pure. An engine (one rank of it) is known by its generation. One leg of a push waits in one place at a time, and no
+engine's line holds up another's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-from kvpush.pushes import Push
+from kvpush.pushes import Leg
 
 
 class Lines:
@@ -18,48 +18,48 @@ class Lines:
     def __init__(self, max_deferred: int) -> None:
         """``max_deferred``: pushes that may wait behind one handshake."""
         self._max_deferred = max_deferred
-        self._deferred: dict[int, OrderedDict[str, Push]] = {}
-        self._lines: OrderedDict[int, deque[Push]] = OrderedDict()  # the one whose turn is next comes first
+        self._deferred: dict[int, OrderedDict[str, Leg]] = {}
+        self._lines: OrderedDict[int, deque[Leg]] = OrderedDict()  # the one whose turn is next comes first
 
     # --- behind a handshake ------------------------------------------------------------------------------------------
 
-    def is_deferred(self, push: Push, generation: int) -> bool:
+    def is_deferred(self, leg: Leg, generation: int) -> bool:
         """Whether the push waits behind the handshake of this generation."""
-        return push.transfer_id in self._deferred.get(generation, ())
+        return leg.transfer_id in self._deferred.get(generation, ())
 
     def has_room_behind(self, generation: int) -> bool:
         """Whether another push may wait behind the handshake of this generation."""
         return len(self._deferred.get(generation, ())) < self._max_deferred
 
-    def defer(self, push: Push, generation: int) -> None:
+    def defer(self, leg: Leg, generation: int) -> None:
         """Wait behind the handshake of this generation."""
-        self._deferred.setdefault(generation, OrderedDict())[push.transfer_id] = push
+        self._deferred.setdefault(generation, OrderedDict())[leg.transfer_id] = leg
 
-    def deferred(self, generation: int) -> list[Push]:
+    def deferred(self, generation: int) -> list[Leg]:
         """Who waits behind the handshake of this generation, longest first."""
         return list(self._deferred.get(generation, OrderedDict()).values())
 
-    def undefer(self, push: Push) -> None:
+    def undefer(self, leg: Leg) -> None:
         """Stop waiting behind a handshake, if it does."""
-        generation = push.generation
+        generation = leg.generation
         if generation is None or generation not in self._deferred:
             return
         behind = self._deferred[generation]
-        behind.pop(push.transfer_id, None)
+        behind.pop(leg.transfer_id, None)
         if not behind:
             del self._deferred[generation]
 
-    def take_deferred(self, generation: int) -> list[Push]:
+    def take_deferred(self, generation: int) -> list[Leg]:
         """The handshake is over, either way: nobody waits behind it any more."""
         return list(self._deferred.pop(generation, OrderedDict()).values())
 
     # --- in an engine's line -----------------------------------------------------------------------------------------
 
-    def join(self, push: Push, generation: int) -> None:
+    def join(self, leg: Leg, generation: int) -> None:
         """Stand in the line of a connected engine, once."""
-        if not push.is_queued:
-            push.is_queued = True
-            self._lines.setdefault(generation, deque()).append(push)
+        if not leg.is_queued:
+            leg.is_queued = True
+            self._lines.setdefault(generation, deque()).append(leg)
 
     def leave(self, generation: int) -> None:
         """The first of this line leaves it."""
@@ -68,14 +68,14 @@ class Lines:
         if not line:
             del self._lines[generation]
 
-    def disband(self, generation: int) -> list[Push]:
+    def disband(self, generation: int) -> list[Leg]:
         """Everybody who waits for this generation, in a line or behind a handshake, waits no more."""
         waiting = [*self.take_deferred(generation), *self._lines.pop(generation, ())]
-        for push in waiting:
-            push.is_queued = False
+        for leg in waiting:
+            leg.is_queued = False
         return waiting
 
-    def serve(self, post_next: Callable[[Push, int], bool]) -> None:
+    def serve(self, post_next: Callable[[Leg, int], bool]) -> None:
         """Give every line its turn, one piece each, until none can go on.
 
         ``post_next`` is given the first push of a line and its generation. It posts a piece of it or has it

@@ -23,12 +23,13 @@ from functools import partial
 from kvpush import metadata, wire
 from kvpush.config import Config, HoldPolicy
 from kvpush.endings import Endings
-from kvpush.errors import Failure, FailureCode, QueueFull, TransportError
+from kvpush.errors import Failure, FailureCode, Incompatible, QueueFull, TransportError
 from kvpush.events import Outcome, StaleReason
 from kvpush.identity import Identity, mismatch
+from kvpush.layout import CacheGeometry, totals_of
 from kvpush.lifecycle import PUSH, PushState, PushTrigger
 from kvpush.lines import Lines
-from kvpush.plan import check_remote_ids
+from kvpush.parallel import readers
 from kvpush.prefill_effects import (
     AbandonWrite,
     Effect,
@@ -41,14 +42,17 @@ from kvpush.prefill_effects import (
 )
 from kvpush.pushes import (
     DONE,
-    BlockIds,
     Cause,
     Chunk,
+    Cut,
     Due,
+    HeldGroup,
     HoldEnd,
     LeaseEnd,
+    Leg,
     Link,
     LinkId,
+    Part,
     Piece,
     Push,
     Registration,
@@ -65,19 +69,19 @@ from kvpush.registry import (
     RetryDue,
     WentStale,
 )
+from kvpush.terms import Wanted, all_terms
 from kvpush.timers import Timers
 from kvpush.tombstones import Tombstone, Tombstones
 from kvpush.writes import Write, Writes
 
-_MAX_NUM_BLOCKS = 2**31 - 1  # until the handshake has told the real number, which is checked before the WRITE
 REGISTRATION_GRACE_S = 5.0  # after a registration's own deadline: decode's Cancel should have come by then
 
 
 class PrefillCore:
     """All decisions of a :class:`kvpush.PrefillPusher`."""
 
-    def __init__(self, identity: Identity, config: Config, registry: Registry, block_len_bytes: int) -> None:
-        """``block_len_bytes``: one block over all layers, the unit of ``max_in_flight_bytes``."""
+    def __init__(self, identity: Identity, config: Config, registry: Registry, geometry: CacheGeometry) -> None:
+        """``geometry``: what this rank holds."""
         self.counters: Counter[str] = Counter()
         self._is_closing = False
         self._identity = identity
@@ -87,7 +91,11 @@ class PrefillCore:
         self._outbox = Outbox(self._links)
         self._timers: Timers[Due] = Timers()
         self._lines = Lines(config.max_deferred_per_engine)
-        self._writes = Writes(config, block_len_bytes)
+        self._groups = held_groups(geometry)
+        self._totals = totals_of(geometry)
+        self._cut = Cut(self._groups, config.max_write_bytes)
+        least_len_bytes = max(held.block_len_bytes * held.num_layers for held in self._groups)
+        self._writes = Writes(config, least_len_bytes)
         self._tombstones = Tombstones(config.max_tombstones, config.tombstone_ttl_s)
         self._registrations = Registrations(config, self._tombstones, self._timers, self._outbox)
         self._endings = Endings(config, self._tombstones, self._timers, self._lines, self._outbox, self.counters)
@@ -98,15 +106,14 @@ class PrefillCore:
     def push(
         self,
         transfer_id: str,
-        first_block: int,
-        block_ids: BlockIds,
+        parts: tuple[Part, ...],
         *,
         last: bool,
         fenced: bool,
         index: int,
         now_s: float,
     ) -> list[Effect]:
-        """One chunk: position ``first_block + i`` of the transfer is in local block ``block_ids[i]``.
+        """One chunk. ``last``: the caller has nothing more to push.
 
         ``fenced``: not computed yet; :meth:`fence_reached` follows. ``index`` counts the chunks of one transfer from 0:
         only the first begins a push. A later one of a push that is ending or over is dropped, since its outcome covers
@@ -118,13 +125,12 @@ class PrefillCore:
         if push is None or push.cause is not None:
             self.counters["chunks_after_end"] += index > 0
             return self._outbox.take()
-        chunk = Chunk(first_block, block_ids, fenced)
-        push.chunks.append(chunk)
+        push.chunks.append(Chunk(parts, fenced))
         push.is_last_known = push.is_last_known or last
         push.lease_until_s = max(push.lease_until_s, now_s + self._config.lease_s)
-        if push.registration is not None:
-            push.cut(len(push.chunks) - 1, self._writes.max_blocks)
-            self._advance(push, now_s)
+        for leg in push.legs.values():
+            leg.cut(len(push.chunks) - 1, self._cut)
+        self._advance(push, now_s)
         if push.cause is None and push.state is not PushState.writing:
             self._timers.set(LeaseEnd(transfer_id), push.lease_until_s)
         return self._outbox.take()
@@ -134,7 +140,7 @@ class PrefillCore:
         push = self._pushes.get(transfer_id)
         if push is not None and chunk_index < len(push.chunks):
             push.chunks[chunk_index].is_fenced = False
-            if push.registration is not None and push.cause is None:
+            if push.cause is None:
                 self._advance(push, now_s)
         return self._outbox.take()
 
@@ -158,9 +164,8 @@ class PrefillCore:
         if push is not None:
             self._endings.give_up(push, cause, now_s)
             return self._outbox.take()
-        registration = self._registrations.find(transfer_id)
-        if registration is not None:
-            self._registrations.refuse(registration, FailureCode.cancelled_by_caller, cause.reason, now_s)
+        if self._registrations.waiting_for(transfer_id):
+            self._registrations.end(transfer_id, FailureCode.cancelled_by_caller, cause.reason, now_s, silent=None)
         elif self._tombstones.find(transfer_id, now_s) is None:
             tombstone = Tombstone(FailureCode.cancelled_by_caller, cause.reason, is_push_awaited=True)
             self._tombstones.bury(transfer_id, tombstone, now_s)
@@ -169,11 +174,12 @@ class PrefillCore:
     def drop_engine(self, engine_id: str, now_s: float) -> list[Effect]:
         """The operator or router knows that this engine is gone. Unknown ids are fine."""
         reason = f"engine {engine_id!r} was dropped"
-        generation = self._registry.generation_of(engine_id)
-        for link in [link for link in self._links.values() if link.hello.engine_id == engine_id]:
+        links = [link for link in self._links.values() if link.hello.engine_id == engine_id]
+        for link in links:
             self._end_registrations(link, FailureCode.engine_dropped, reason, now_s, tell=True)
-        if generation is not None:
-            self._absorb(self._registry.retire(generation, StaleReason.dropped, reason), now_s)
+        for link in links:
+            if link.generation is not None:
+                self._absorb(self._registry.retire(link.generation, StaleReason.dropped, reason), now_s)
         return self._outbox.take()
 
     def drain(self, now_s: float) -> list[Effect]:
@@ -183,10 +189,9 @@ class PrefillCore:
 
     def _drain(self, now_s: float) -> None:
         self._registrations.shut(f"prefill engine {self._identity.engine_id!r} takes no new work")
-        for registration in self._registrations.waiting():
-            self._registrations.refuse(
-                registration, FailureCode.closing, f"prefill engine {self._identity.engine_id!r} is draining", now_s
-            )
+        reason = f"prefill engine {self._identity.engine_id!r} is draining"
+        for transfer_id in self._registrations.transfer_ids():
+            self._registrations.end(transfer_id, FailureCode.closing, reason, now_s, silent=None)
 
     def close(self, now_s: float) -> list[Effect]:
         """End everything. Pushes with a WRITE in flight drain; the rest ends now."""
@@ -281,24 +286,42 @@ class PrefillCore:
                 self._welcome(link, hello, now_s)
             except QueueFull as exc:
                 refusal = Failure(FailureCode.queue_full, str(exc))
+            except Failure as exc:
+                refusal = exc
         if refusal is not None:
             self.counters[f"hellos_refused_{refusal.code}"] += 1
             self._outbox.add(Send(link, wire.Refused(refusal.code, wire.clip_reason(refusal.reason))))
 
     def _welcome(self, link: LinkId, hello: wire.Hello, now_s: float) -> None:
         known = self._links.get(link)
-        for other in [other for other in self._links.values() if other.hello.engine_id == hello.engine_id]:
-            if other.link != link:
+        new = known or self._introduced(link, hello)
+        for other in list(self._links.values()):
+            if other.hello.engine_id == hello.engine_id and other.rank == new.rank and other.link != link:
                 self._supersede_link(other, hello, now_s)
-        generation, effects = self._registry.admit(hello.engine_id, hello.incarnation, _shown(link))
+        generation, effects = self._registry.admit(hello.engine_id, hello.incarnation, _shown(link), new.rank)
         self._absorb(effects, now_s)
-        if known is None:
-            known = self._links[link] = Link(link, hello)
+        known = self._links[link] = new
         known.generation = generation
         ours = self._identity
-        self._outbox.send(known, wire.Welcome(ours.engine_id, ours.incarnation, ours.rank, ours.agent_name))
+        self._outbox.send(
+            known, wire.Welcome(ours.engine_id, ours.incarnation, ours.share, ours.holdings, ours.agent_name)
+        )
         if self._config.eager_handshake and self._registry.need(generation) is Need.handshake:
             self._begin_handshake(known, generation)
+
+    def _introduced(self, link: LinkId, hello: wire.Hello) -> Link:
+        """Raises Incompatible for a rank that has nothing to do with this one."""
+        ours, theirs = self._identity.share, hello.share
+        met = readers(ours, theirs.pp_size, theirs.tp_size, self._totals)
+        if theirs.rank not in met:
+            raise Incompatible(
+                f"rank (pp, tp) {theirs.rank} of decode engine {hello.engine_id!r} (pp_size={theirs.pp_size}, "
+                f"tp_size={theirs.tp_size}) has nothing in common with rank {ours.rank} of prefill engine "
+                f"{self._identity.engine_id!r} (pp_size={ours.pp_size}, tp_size={ours.tp_size}), which writes to "
+                f"{sorted(met)[:8]}"
+            )
+        own_sizes = {held.name: held.block_size_tokens for held in self._groups}
+        return Link(link, hello, met, all_terms(own_sizes, hello.block_sizes_tokens))
 
     def _supersede_link(self, old: Link, hello: wire.Hello, now_s: float) -> None:
         """The connection came back, or the engine restarted, before the old link's end was noticed."""
@@ -325,30 +348,23 @@ class PrefillCore:
     def _end_registrations(self, link: Link, code: FailureCode, reason: str, now_s: float, *, tell: bool) -> None:
         """Everything that came over this link and has not ended, ends."""
         for transfer_id in list(link.transfer_ids):
-            registration = self._registrations.find(transfer_id)
+            registration = self._registrations.find(transfer_id, link.rank)
             if registration is not None and registration.link is link:
                 if tell:
-                    self._registrations.refuse(registration, code, reason, now_s)
+                    self._registrations.end(transfer_id, code, reason, now_s, silent=None)
                 else:
                     self._registrations.forget(registration)
                 continue
             push = self._pushes.get(transfer_id)
-            if push is not None and push.registration is not None and push.registration.link is link:
+            if push is not None and any(each.link is link for each in push.registrations):
                 self._endings.give_up(push, Cause(Outcome.failed, code, reason), now_s)
 
     # --- registrations -----------------------------------------------------------------------------------------------
 
     def _register(self, link: Link, message: wire.Register, now_s: float) -> None:
         self.counters["registrations"] += 1
-        try:
-            block_ids = wire.unpack_block_ids(message.block_ids)
-            check_remote_ids(block_ids, _MAX_NUM_BLOCKS)
-        except Failure as exc:
-            reason = wire.clip_reason(exc.reason)
-            self._outbox.send(link, wire.Failed(message.transfer_id, message.epoch, exc.code, reason, settled=True))
-            return
         due_s = now_s + message.remaining_ms / 1000 + REGISTRATION_GRACE_S
-        new = Registration(link, message.transfer_id, message.epoch, message.first_block, block_ids, due_s)
+        new = Registration(link, message.transfer_id, message.epoch, message.wants, due_s)
         refusal = self._place(new, now_s)
         if refusal is not None:
             self.counters[f"registrations_refused_{refusal.code}"] += 1
@@ -359,24 +375,36 @@ class PrefillCore:
     def _place(self, new: Registration, now_s: float) -> Failure | None:
         """Match or park a registration; the reason when it is refused."""
         push = self._pushes.get(new.transfer_id)
-        old = push.registration if push is not None else self._registrations.find(new.transfer_id)
+        leg = None if push is None else push.legs.get(new.rank)
+        old = self._registrations.find(new.transfer_id, new.rank) if leg is None else leg.registration
         if old is not None and old.is_of(new.link, new.epoch):
             return None
-        refusal = self._registrations.refusal(new, old, push, now_s) or self._refusal_by_late_write(new)
+        refusal = self._registrations.refusal(new, push, now_s) or self._refusal_by_late_write(new)
         if refusal is not None:
             return refusal
+        try:
+            wanted = new.unpacked()
+        except Failure as exc:
+            return exc
         if old is not None:
             if push is None:
-                self._registrations.take(old.transfer_id)
+                self._registrations.forget(old)
             old.unlink()
             self._outbox.send_failed(old, FailureCode.superseded, "registered again")
         new.link.transfer_ids.add(new.transfer_id)
         if push is None:
             self._registrations.park(new)
         else:
-            push.match(new, self._writes.max_blocks)
+            self._match(push, new, wanted)
             self._advance(push, now_s)
         return None
+
+    def _match(self, push: Push, registration: Registration, wanted: dict[str, Wanted]) -> None:
+        push.readers = registration.link.readers
+        leg = push.legs.get(registration.rank)
+        if leg is None:
+            leg = push.legs[registration.rank] = Leg(push, registration, {})
+        leg.match(registration, wanted, self._cut)
 
     def _refusal_by_late_write(self, new: Registration) -> Failure | None:
         """Bytes of an earlier push for this very registration may still land, over those of another."""
@@ -391,17 +419,19 @@ class PrefillCore:
         transfer_id = message.transfer_id
         is_owed = self._owe_drain(link, message.epoch)
         push = self._pushes.get(transfer_id)
-        if push is not None and push.registration is not None and push.registration.is_of(link, message.epoch):
-            push.registration.is_drain_owed = True
-            reason = message.reason
-            self._endings.give_up(push, Cause(Outcome.cancelled, FailureCode.cancelled_by_peer, reason), now_s)
+        leg = None if push is None else push.legs.get(link.rank)
+        if push is not None and leg is not None and leg.registration.is_of(link, message.epoch):
+            leg.registration.is_drain_owed = True
+            cause = Cause(Outcome.cancelled, FailureCode.cancelled_by_peer, message.reason)
+            self._endings.give_up(push, cause, now_s)
+            if push.cause is not None and not leg.registration.num_unproven:
+                self._endings.pay_drain(leg.registration)  # while other legs are still being written
             return
-        waiting = self._registrations.find(transfer_id)
+        waiting = self._registrations.find(transfer_id, link.rank)
         if waiting is not None and waiting.is_of(link, message.epoch):
-            self._registrations.forget(waiting)
-            reason = message.reason
-            tombstone = waiting.tombstone(FailureCode.cancelled_by_peer, reason, is_push_awaited=True)
-            self._tombstones.bury(transfer_id, tombstone, now_s)
+            self._registrations.end(
+                transfer_id, FailureCode.cancelled_by_peer, message.reason, now_s, silent=waiting
+            )
         if not is_owed:
             self._outbox.send(link, wire.Drained(transfer_id, message.epoch))
 
@@ -419,7 +449,7 @@ class PrefillCore:
             push = self._pushes.get(transfer_id)
             if push is None or push.cause is not None:
                 continue
-            if push.registration is None or push.registration.link is link:
+            if not push.legs or any(each.link is link for each in push.registrations):
                 self.counters["leases_renewed"] += 1
                 self._extend_lease(push, now_s + self._config.lease_s)
 
@@ -441,38 +471,41 @@ class PrefillCore:
         if self._is_closing:
             self._endings.give_up(push, self._closing_cause(), now_s)
             return None
-        push.registration = self._registrations.take(transfer_id)
+        for registration in self._registrations.take(transfer_id):
+            self._match(push, registration, registration.unpacked())
         return push
 
     def _advance(self, push: Push, now_s: float) -> None:
-        """Take a matched push as far as it can go now."""
+        """Take a push as far as it can go now."""
         assert push.cause is None, "an ending push does not advance"
-        shortage = push.shortage()
+        legs = list(push.legs.values())
+        shortage = next((short for leg in legs if (short := leg.shortage()) is not None), None)
         if shortage is not None:
             self._endings.give_up(push, Cause(Outcome.failed, FailureCode.bad_blocks, shortage), now_s)
         elif push.is_last_known and push.is_served:
             self._endings.conclude(push, DONE, now_s)
-        elif push.pieces:
-            self._queue(push, now_s)
-        elif push.state is PushState.writing and not push.in_flight:
-            PUSH.fire(push, PushTrigger.caught_up)
-            self._extend_lease(push, now_s + self._config.lease_s)
+        else:
+            for leg in legs:
+                if leg.pieces and push.cause is None:
+                    self._queue(leg, now_s)
+            if push.cause is None and push.state is PushState.writing and not push.is_in_flight:
+                PUSH.fire(push, PushTrigger.caught_up)
+                self._extend_lease(push, now_s + self._config.lease_s)
 
-    def _queue(self, push: Push, now_s: float) -> None:
-        """Put a push with pieces into its engine's line, or behind its handshake."""
-        assert push.registration is not None, "only a matched push is queued"
-        link = push.registration.link
+    def _queue(self, leg: Leg, now_s: float) -> None:
+        """Put a leg with pieces into its engine's line, or behind its handshake."""
+        link = leg.registration.link
         generation, need = self._serving_generation(link, now_s)
         if generation is None:
             return  # the link's engine was refused room; the push has been given up
-        if push.generation != generation:
-            self._lines.undefer(push)
-            push.generation = generation
+        if leg.generation != generation:
+            self._lines.undefer(leg)
+            leg.generation = generation
         if need is Need.write:
-            self._lines.join(push, generation)
+            self._lines.join(leg, generation)
             self._pump(now_s)
             return
-        self._defer(push, link, generation, now_s)
+        self._defer(leg, link, generation, now_s)
         if need is Need.handshake:
             self._begin_handshake(link, generation)
 
@@ -485,51 +518,61 @@ class PrefillCore:
                 return link.generation, need
         hello = link.hello
         try:
-            link.generation, effects = self._registry.admit(hello.engine_id, hello.incarnation, _shown(link.link))
+            link.generation, effects = self._registry.admit(
+                hello.engine_id, hello.incarnation, _shown(link.link), link.rank
+            )
         except QueueFull as exc:
             self._end_registrations(link, FailureCode.queue_full, str(exc), now_s, tell=True)
             return None, Need.gone
         self._absorb(effects, now_s)
         return link.generation, self._registry.need(link.generation)
 
-    def _defer(self, push: Push, link: Link, generation: int, now_s: float) -> None:
-        if self._lines.is_deferred(push, generation):
+    def _defer(self, leg: Leg, link: Link, generation: int, now_s: float) -> None:
+        if self._lines.is_deferred(leg, generation):
             return
+        push = leg.push
         if not self._lines.has_room_behind(generation):
             limit = self._config.max_deferred_per_engine
             reason = f"max_deferred_per_engine={limit} pushes wait for engine {link.hello.engine_id!r} already"
             self._endings.give_up(push, Cause(Outcome.failed, FailureCode.queue_full, reason), now_s)
             return
-        self._lines.defer(push, generation)
+        self._lines.defer(leg, generation)
         self.counters["pushes_deferred"] += 1
         if push.state is PushState.waiting:
             PUSH.fire(push, PushTrigger.engine_awaited)
 
     def _pump(self, now_s: float) -> None:
-        """Post what is ready and has room, one piece of each engine's line in turn."""
+        """Post what is ready and has room, one WRITE of each engine's line in turn."""
         self._lines.serve(partial(self._post_next, now_s))
 
-    def _post_next(self, now_s: float, push: Push, generation: int) -> bool:
-        """Post the next piece of the first push in its line. ``False``: nothing of this line can be posted for now."""
-        piece = push.next_piece()
-        if push.cause is not None or piece is None:
+    def _post_next(self, now_s: float, leg: Leg, generation: int) -> bool:
+        """Post the next WRITE of the first leg in its line. ``False``: nothing of this line can be posted for now."""
+        pieces = [] if leg.push.cause is not None else leg.next_pieces(self._config.max_write_bytes, self._cut)
+        num_bytes = sum(self._cut.num_bytes(leg, piece) for piece in pieces)
+        if not pieces or self._is_worth_waiting(leg, num_bytes):
             self._lines.leave(generation)
             return True
-        if not self._writes.has_room(generation, piece.num_blocks):
+        if not self._writes.has_room(generation, num_bytes):
             return False
-        if not self._recheck(push, now_s):
+        if not self._recheck(leg.push, now_s):
             self._lines.leave(generation)
             return True
         peer = self._registry.pin(generation)
         if peer is None:
             self._lines.leave(generation)
-            self._queue(push, now_s)  # the engine changed between queueing and posting
+            self._queue(leg, now_s)  # the engine changed between queueing and posting
             return True
-        push.pieces.remove(piece)
-        if not push.pieces:
+        for piece in pieces:
+            leg.pieces.remove(piece)
+        if not leg.pieces:
             self._lines.leave(generation)
-        self._post(push, generation, piece, peer, now_s)
+        self._post(leg, generation, pieces, peer, now_s)
         return True
+
+    def _is_worth_waiting(self, leg: Leg, num_bytes: int) -> bool:
+        """Small pieces of a push that is still growing are put together while the WRITE before them is in flight: its
+        end, at the latest, lets them go."""
+        return bool(leg.in_flight) and not leg.push.is_last_known and num_bytes < self._config.coalesce_bytes
 
     def _recheck(self, push: Push, now_s: float) -> bool:
         """Just before a WRITE: still wanted, same registration, lease alive. (The pin checks the generation.)"""
@@ -538,25 +581,34 @@ class PrefillCore:
             return False
         return True
 
-    def _post(self, push: Push, generation: int, piece: Piece, peer: LoadedPeer, now_s: float) -> None:
+    def _post(self, leg: Leg, generation: int, pieces: list[Piece], peer: LoadedPeer, now_s: float) -> None:
         """The engine is pinned. The WRITE ends settled, doubted or abandoned: exactly one of them."""
-        write = self._writes.post(push, generation, piece.num_blocks)
-        write_id, wanted = write.write_id, write.registration
+        push, wanted = leg.push, leg.registration
+        num_bytes = sum(peer.len_bytes(piece) for piece in pieces)
+        write = self._writes.post(leg, generation, sum(piece.num_cells for piece in pieces), num_bytes)
+        write_id = write.write_id
         self._timers.cancel(LeaseEnd(push.transfer_id))
         PUSH.fire(push, PushTrigger.write_posted)
-        if wanted.highest_id >= peer.num_blocks:
-            reason = (
-                f"transfer {push.transfer_id!r}: engine {wanted.engine_id!r} asks for block {wanted.highest_id}, "
-                f"but its cache has {peer.num_blocks}"
-            )
-            self._settled(write_id, Failure(FailureCode.bad_blocks, reason), now_s)
+        for group, each in leg.wanted.items():
+            num_blocks = peer.num_blocks(group)
+            if each.highest_block >= num_blocks:
+                reason = (
+                    f"transfer {push.transfer_id!r}: engine {wanted.engine_id!r} asks for block {each.highest_block} "
+                    f"of group {self._groups[group].name!r}, but its cache has {num_blocks}"
+                )
+                self._settled(write_id, Failure(FailureCode.bad_blocks, reason), now_s)
+                return
+        pieces = [piece for piece in pieces if peer.len_bytes(piece)]
+        if not pieces:  # layers that this rank of decode does not hold: another one does
+            self._settled(write_id, None, now_s)
             return
         self._timers.set(Stall(write_id), now_s + self._config.stall_timeout_s)
+        spans = tuple(piece.span for piece in pieces)
         notification = wire.encode_written(
-            wire.Written(wanted.epoch, self._identity.rank, piece.chunk, piece.first_block, piece.num_blocks)
+            wire.Written(wanted.epoch, self._identity.rank, pieces[0].chunk, spans)
         )
-        self._outbox.add(PostWrite(write_id, peer, piece.local_ids, piece.remote_ids, notification))
-        self._outbox.send(wanted.link, wire.Writing(wanted.epoch, piece.num_blocks))
+        self._outbox.add(PostWrite(write_id, peer, tuple(pieces), notification))
+        self._outbox.send(wanted.link, wire.Writing(wanted.epoch))
 
     # --- from the transport ------------------------------------------------------------------------------------------
 
@@ -587,8 +639,8 @@ class PrefillCore:
         self._timers.cancel(Stall(write_id))
         write = self._writes.doubt(write_id)
         self.counters[f"writes_failed_{failure.code}"] += 1
-        if write.push.is_writing:
-            self._endings.doubt(write.push, Cause(Outcome.failed, failure.code, failure.reason), now_s)
+        if write.leg.push.is_writing:
+            self._endings.doubt(write.leg.push, Cause(Outcome.failed, failure.code, failure.reason), now_s)
         self._absorb(self._registry.settle(write.generation, ok=False), now_s)
         self._absorb(self._registry.lost(write.generation, failure.reason, link_is_up=True), now_s)
         self._pump(now_s)
@@ -597,34 +649,38 @@ class PrefillCore:
     def _settled(self, write_id: int, failure: Failure | None, now_s: float) -> None:
         self._timers.cancel(Stall(write_id))
         write = self._writes.prove(write_id)
-        push = write.push
+        leg = write.leg
         self._absorb(self._registry.settle(write.generation, ok=failure is None), now_s)
         if failure is None:
-            push.confirmed_blocks += write.num_blocks
-            push.num_bytes += write.num_bytes
+            leg.confirmed_cells += write.num_cells
+            leg.push.num_bytes += write.num_bytes
             self.counters["bytes_written"] += write.num_bytes
+            if leg.is_served and leg.push.is_last_known:
+                leg.registration.unlink()  # what becomes of its link does not matter to it any more
         else:
             self._write_failed(write, failure, now_s)
-        self._after_settle(push, now_s)
+        self._after_settle(leg, now_s)
 
     def _write_failed(self, write: Write, failure: Failure, now_s: float) -> None:
         self.counters[f"writes_failed_{failure.code}"] += 1
-        push = write.push
+        push = write.leg.push
         if push.cause is None:
             self._endings.begin_end(push, Cause(Outcome.failed, failure.code, failure.reason), now_s)
         if isinstance(failure, TransportError):
             # NIXL keeps a failed agent loaded and broken: only a new generation with a new handshake heals it
             self._absorb(self._registry.lost(write.generation, failure.reason, link_is_up=True), now_s)
 
-    def _after_settle(self, push: Push, now_s: float) -> None:
-        if push.in_flight:
-            return
-        if push.state is PushState.in_doubt:
-            self._endings.end_hold(push, proven=True, reason="the WRITE ended")
-        elif push.cause is not None:
-            self._endings.conclude(push, push.cause, now_s)
-        else:
+    def _after_settle(self, leg: Leg, now_s: float) -> None:
+        push = leg.push
+        if push.cause is None:
             self._advance(push, now_s)
+        elif not push.is_in_flight:
+            if push.state is PushState.in_doubt:
+                self._endings.end_hold(push, proven=True, reason="the WRITE ended")
+            else:
+                self._endings.conclude(push, push.cause, now_s)
+        elif not leg.registration.num_unproven:
+            self._endings.pay_drain(leg.registration)  # while other legs are still being written
 
     # --- handshakes --------------------------------------------------------------------------------------------------
 
@@ -646,7 +702,9 @@ class PrefillCore:
             self._fail_handshake(generation, message.attempt, exc, now_s)
             return
         self._outbox.add(
-            LoadPeer(hello.engine_id, generation, message.attempt, hello.agent_name, message.blob, geometry)
+            LoadPeer(
+                hello.engine_id, generation, message.attempt, hello.agent_name, hello.share, message.blob, geometry
+            )
         )
 
     def _fail_handshake(self, generation: int, attempt: int, failure: Failure, now_s: float) -> None:
@@ -659,17 +717,17 @@ class PrefillCore:
     def _tell_waiters(self, generation: int, failure: Failure, now_s: float) -> None:
         """Every deferred push learns of the failure: it waits for the next attempt, or ends with this cause."""
         behind = self._lines.deferred(generation)
-        for push in behind:
-            push.failed_attempts += 1
-            if not failure.is_retryable or push.failed_attempts >= self._config.handshake_attempts:
-                self._endings.give_up(push, Cause(Outcome.failed, failure.code, failure.reason), now_s)
+        for leg in behind:
+            leg.failed_attempts += 1
+            if not failure.is_retryable or leg.failed_attempts >= self._config.handshake_attempts:
+                self._endings.give_up(leg.push, Cause(Outcome.failed, failure.code, failure.reason), now_s)
         if behind:
             self._registry.need(generation)  # asks for RetryDue when the backoff is over
 
     def _resume(self, generation: int, now_s: float) -> None:
-        for push in self._lines.take_deferred(generation):
-            if push.cause is None:  # one before it may have ended everything of this link
-                self._advance(push, now_s)
+        for leg in self._lines.take_deferred(generation):
+            if leg.push.cause is None:  # one before it may have ended everything of this link
+                self._advance(leg.push, now_s)
 
     # --- what the registry decided -----------------------------------------------------------------------------------
 
@@ -698,7 +756,8 @@ class PrefillCore:
                 del self._links[link.link]
                 reason = f"decode engine {effect.engine_id!r} is lost: {effect.detail}"
                 self._end_registrations(link, FailureCode.peer_lost, reason, now_s, tell=False)
-        for push in self._lines.disband(effect.generation):
+        for leg in self._lines.disband(effect.generation):
+            push = leg.push
             if push.cause is not None:
                 continue
             if effect.reason in (StaleReason.lost, StaleReason.idle):
@@ -731,12 +790,10 @@ class PrefillCore:
                 push = self._pushes.get(transfer_id)
                 if push is not None and push.is_lease_running:
                     self._endings.expire(push, now_s)
-            case RegistrationEnd(transfer_id, epoch):
-                registration = self._registrations.find(transfer_id)
-                if registration is not None and registration.epoch == epoch:
-                    self.counters["registrations_expired"] += 1
-                    reason = f"transfer {transfer_id!r}: nothing was pushed before the registration's deadline"
-                    self._registrations.refuse(registration, FailureCode.deadline, reason, now_s)
+            case RegistrationEnd(transfer_id):
+                self.counters["registrations_expired"] += 1
+                reason = f"transfer {transfer_id!r}: nothing was pushed before the registration's deadline"
+                self._registrations.end(transfer_id, FailureCode.deadline, reason, now_s, silent=None)
             case Stall(write_id):
                 self._stalled(write_id, now_s)
             case HoldEnd(push):
@@ -746,11 +803,12 @@ class PrefillCore:
         write = self._writes.stall(write_id)
         self.counters["writes_stalled"] += 1
         reason = (
-            f"transfer {write.push.transfer_id!r}: the WRITE to engine {write.registration.engine_id!r} neither ended "
+            f"transfer {write.leg.transfer_id!r}: the WRITE to engine {write.registration.engine_id!r} neither ended "
             f"nor failed within {self._config.stall_timeout_s:g} s"
         )
-        if write.push.is_writing:
-            self._endings.doubt(write.push, Cause(Outcome.failed, FailureCode.write_stalled, reason), now_s)
+        if write.leg.push.is_writing:
+            cause = Cause(Outcome.failed, FailureCode.write_stalled, reason)
+            self._endings.doubt(write.leg.push, cause, now_s)
         self._absorb(self._registry.lost(write.generation, reason, link_is_up=True), now_s)
 
     def _hold_timed_out(self, push: Push, now_s: float) -> None:
@@ -799,6 +857,14 @@ class PrefillCore:
         push.lease_until_s = max(push.lease_until_s, until_s)
         if push.state is not PushState.writing:
             self._timers.set(LeaseEnd(push.transfer_id), push.lease_until_s)
+
+
+def held_groups(geometry: CacheGeometry) -> tuple[HeldGroup, ...]:
+    """What a rank holds, by group number."""
+    return tuple(
+        HeldGroup(group.name, len(group.layers), group.block_size_tokens, group.block_len_bytes // len(group.layers))
+        for group in geometry.groups
+    )
 
 
 def _shown(link: LinkId) -> str:

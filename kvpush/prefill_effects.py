@@ -13,15 +13,18 @@ from kvpush import wire
 from kvpush.errors import FailureCode
 from kvpush.events import BlocksReleased, PushFinished
 from kvpush.layout import CacheGeometry
-from kvpush.pushes import BlockIds, Link, LinkId, Registration
+from kvpush.parallel import Share
+from kvpush.pushes import Link, LinkId, Piece, Registration
 
 
 class LoadedPeer(Protocol):
-    """What the loop loaded for one generation of an engine; opaque but for its size."""
+    """What the loop loaded for one generation of an engine; opaque but for its sizes."""
 
-    @property
-    def num_blocks(self) -> int:
-        """Of the remote cache: the bound of its block ids."""
+    def num_blocks(self, group: int) -> int:
+        """Of the remote cache: the bound of its block ids. ``group`` is the number of ours."""
+
+    def len_bytes(self, piece: Piece) -> int:
+        """What writing this piece moves; 0 for layers that the peer does not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,9 @@ class LoadPeer:
     generation: int
     attempt: int
     agent_name: str
+    share: Share  # the peer's
     blob: bytes
-    geometry: CacheGeometry
+    geometry: CacheGeometry  # the peer's
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +57,11 @@ class ReleasePeer:
 
 @dataclass(frozen=True, slots=True)
 class PostWrite:
-    """Post one WRITE of ``local_ids[i]`` into ``remote_ids[i]`` on every row of the peer's plan."""
+    """Post one WRITE of the pieces' cells, as the peer's plan says."""
 
     write_id: int
     peer: Any
-    local_ids: BlockIds
-    remote_ids: BlockIds
+    pieces: tuple[Piece, ...]
     notification: bytes
 
 

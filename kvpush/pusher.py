@@ -32,14 +32,16 @@ from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
 from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
-from kvpush.plan import PairPlan, block_len_bytes, check_block_ids, pair
+from kvpush.placement import GroupBlocks, Placement
+from kvpush.plan import PairPlan, check_writable, pair
 from kvpush.prefill import PrefillCore
+from kvpush.pushes import Part, Piece
 from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send
 from kvpush.registry import Clock, Registry
-from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position, check_setup, check_timeout
-from kvpush.transport import RemoteHandle, Transport, TransportFactory, WriteHandle
+from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_setup, check_timeout
+from kvpush.transport import Indices, RemoteHandle, Transport, TransportFactory, WriteHandle
 
-BlockIds = npt.NDArray[np.int64]
+BlockList = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
 
 class Fence(Protocol):
@@ -49,22 +51,46 @@ class Fence(Protocol):
         """Whether the device has passed it. Called on the loop thread until it says so; must not block."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Chunk:
-    first_block: int
-    block_ids: BlockIds
+    """What one call brought: blocks by group, and of which layers (a bit for each, by their number in the group)."""
+
+    parts: tuple[GroupBlocks, ...]
+    layers: tuple[int, ...]  # one for each part
     last: bool
 
-    @property
-    def end_block(self) -> int:
-        return self.first_block + len(self.block_ids)
-
     def is_same(self, other: _Chunk) -> bool:
-        same_place = self.first_block == other.first_block and self.last == other.last
-        return same_place and np.array_equal(self.block_ids, other.block_ids)
+        if len(self.parts) != len(other.parts) or self.layers != other.layers or self.last != other.last:
+            return False
+        return all(mine.is_same(theirs) for mine, theirs in zip(self.parts, other.parts, strict=True))
 
-    def overlaps(self, other: _Chunk) -> bool:
-        return self.first_block < other.end_block and other.first_block < self.end_block
+    def overlap(self, other: _Chunk) -> tuple[GroupBlocks, GroupBlocks] | None:
+        """Parts of both that name the same position of the same layer."""
+        for mine, my_layers in zip(self.parts, self.layers, strict=True):
+            for theirs, their_layers in zip(other.parts, other.layers, strict=True):
+                meet = mine.group == theirs.group and my_layers & their_layers
+                if meet and mine.first_block < theirs.end_block and theirs.first_block < mine.end_block:
+                    return mine, theirs
+        return None
+
+    def for_core(self) -> tuple[Part, ...]:
+        return tuple(
+            Part(part.group, _runs(layers), part.first_block, part.block_ids)
+            for part, layers in zip(self.parts, self.layers, strict=True)
+        )
+
+
+def _runs(layers: int) -> tuple[range, ...]:
+    """The runs of ones in a bit mask."""
+    runs: list[range] = []
+    start = 0
+    while layers >> start:
+        start += ((layers >> start) & -(layers >> start)).bit_length() - 1
+        ones = layers >> start
+        length = ((ones + 1) & -(ones + 1)).bit_length() - 1
+        runs.append(range(start, start + length))
+        start += length
+    return tuple(runs)
 
 
 @dataclass(slots=True)
@@ -103,7 +129,8 @@ class PrefillPusher(Side[PushFinished, _Account]):
         config = config or Config()
         engine_id = check_engine_id(engine_id)
         geometry = geometry_of(kv_caches, spec)
-        block_len_bytes(geometry)  # complains about a cache that cannot be written, before anything is opened
+        check_writable(geometry, spec)  # complains before anything is opened
+        placement = Placement(geometry, spec)
         identity = new_identity(engine_id, spec, geometry)
         endpoint = parse_listen(listen)
         if endpoint.is_wildcard or advertise is not None:
@@ -113,7 +140,11 @@ class PrefillPusher(Side[PushFinished, _Account]):
         events: EventQueue[PushFinished] = EventQueue()
         super().__init__(config, engine_id, identity.incarnation, registry, ledger, events)
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
-        self._num_blocks = geometry.num_blocks
+        self._placement = placement
+        self._layers = {
+            layer.name: (number, i) for number, group in enumerate(geometry.groups) for i, layer in enumerate(group.layers)
+        }
+        self._all_layers = tuple((1 << len(group.layers)) - 1 for group in geometry.groups)
         self._is_draining = False
         self._loop = _PushLoop(identity, geometry, config, clock, registry, ledger, events, endpoint, transport_factory)
         self._run(self._loop)
@@ -122,30 +153,79 @@ class PrefillPusher(Side[PushFinished, _Account]):
     def push(
         self,
         transfer_id: str,
-        block_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor,
+        block_ids: BlockList | Mapping[str, BlockList],
         *,
-        first_block: int = 0,
+        first_block: int | Mapping[str, int] = 0,
         last: bool = True,
         ready: Fence | None = None,
     ) -> None:
-        """Position ``first_block + i`` of this transfer's KV is final in local block ``block_ids[i]``.
+        """Position ``first_block + i`` of this transfer's KV is final in local block ``block_ids[i]``, in every layer.
 
         With ``last=False`` more calls follow (chunked prefill), in any order of positions, over positions that no chunk
         named before; ``last=True`` belongs to the last *call*. ``ready``, a recorded ``torch.cuda.Event``, delays the
         WRITE until the device has passed it. An identical repetition of a chunk is folded into the first.
 
+        A cache with several groups takes ``{group name: list}`` for both arguments. Where decode's blocks have another
+        size, positions still count *this* cache's blocks, from the transfer's first token.
+
         The blocks belong to kvpush until :class:`PushFinished` with ``blocks_reusable``, or :class:`BlocksReleased`.
 
-        Raises :class:`UsageError` for a bad id, block or position, :class:`QueueFull` (retryable: poll first) and
-        :class:`Closed`. Nothing has been taken then.
+        Raises :class:`UsageError` for a bad id, block, group or position, :class:`QueueFull` (retryable: poll first)
+        and :class:`Closed`. Nothing has been taken then.
         """
+        self._push("push", transfer_id, block_ids, self._all_layers, first_block, last, ready)
+
+    def push_layers(
+        self,
+        transfer_id: str,
+        block_ids: BlockList | Mapping[str, BlockList],
+        *,
+        layers: Sequence[str],
+        first_block: int | Mapping[str, int] = 0,
+        last: bool = False,
+        ready: Fence | None = None,
+    ) -> None:
+        """As :meth:`push`, for engines that call back after each layer: only these ``layers`` are final in the blocks.
+
+        A position is complete when every layer of this rank has been pushed for it; ``last=True`` belongs to the last
+        call of the transfer. Small pieces are put together while an earlier WRITE of the transfer is in flight.
+
+        Raises as :meth:`push` does, and :class:`UsageError` for a layer that this cache has not, for one of a group that
+        ``block_ids`` leaves out, and for one that is named twice.
+        """
+        masks = [0] * len(self._all_layers)
+        if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
+            raise UsageError(f"push_layers: layers={layers!r} must list the names of layers")
+        for layer in layers:
+            if layer not in self._layers:
+                raise UsageError(f"push_layers: this cache has no layer {layer!r}")
+            group, number = self._layers[layer]
+            if masks[group] >> number & 1:
+                raise UsageError(f"push_layers: layers names {layer!r} twice")
+            masks[group] |= 1 << number
+        self._push("push_layers", transfer_id, block_ids, tuple(masks), first_block, last, ready)
+
+    def _push(
+        self,
+        call: str,
+        transfer_id: str,
+        block_ids: BlockList | Mapping[str, BlockList],
+        layers: tuple[int, ...],
+        first_block: int | Mapping[str, int],
+        last: bool,
+        ready: Fence | None,
+    ) -> None:
         transfer_id = wire.check_id(transfer_id, "transfer_id")
-        ids = check_block_ids(block_ids, self._num_blocks, what="push: block_ids", unique=False)
-        chunk = _Chunk(check_position(first_block, len(ids), "push"), ids, bool(last))
+        parts = self._placement.parse(block_ids, first_block, call=call, unique=False)
+        named = {part.group for part in parts}
+        for group, mask in enumerate(layers):
+            if mask and group not in named and layers is not self._all_layers:
+                raise UsageError(f"{call}: layers of group number {group} are named, but block_ids has no list for it")
+        chunk = _Chunk(parts, tuple(layers[part.group] for part in parts), bool(last))
         if ready is not None and (isinstance(ready, type) or not callable(getattr(ready, "query", None))):
-            raise UsageError(f"push: ready={ready!r} has no query(): give a recorded torch.cuda.Event")
+            raise UsageError(f"{call}: ready={ready!r} has no query(): give a recorded torch.cuda.Event")
         with self._ledger.lock:
-            self._loop.check_room("push")
+            self._loop.check_room(call)
             index = self._admit(transfer_id, chunk)
             if index is not None:
                 self._loop.submit(partial(self._loop.push, transfer_id, chunk, index, ready))
@@ -206,10 +286,11 @@ def _check_further(transfer_id: str, account: _Account, chunk: _Chunk) -> None:
             f"use a new transfer_id, or poll the end of the old one first"
         )
     for earlier in account.chunks:
-        if earlier.overlaps(chunk):
+        if (both := chunk.overlap(earlier)) is not None:
+            new, old = both
             raise UsageError(
-                f"push: transfer {transfer_id!r}: positions {chunk.first_block} to {chunk.end_block - 1} overlap "
-                f"{earlier.first_block} to {earlier.end_block - 1}, which an earlier chunk named"
+                f"push: transfer {transfer_id!r}: positions {new.first_block} to {new.end_block - 1} overlap "
+                f"{old.first_block} to {old.end_block - 1}, which an earlier chunk named (group {new.name!r})"
             )
 
 
@@ -217,12 +298,24 @@ def _check_further(transfer_id: str, account: _Account, chunk: _Chunk) -> None:
 class _Peer:
     """What the loop loaded for one generation of a decode engine."""
 
-    remote: RemoteHandle
+    remote: RemoteHandle | None  # None when there is nothing to write to it
     plan: PairPlan
 
-    @property
-    def num_blocks(self) -> int:
-        return self.plan.remote_num_blocks
+    def num_blocks(self, group: int) -> int:
+        return self.plan.groups[group].remote_num_blocks
+
+    def len_bytes(self, piece: Piece) -> int:
+        return self.plan.groups[piece.group].slot_len_bytes(piece.layers) * len(piece.local_slots)
+
+    def indices(self, pieces: Sequence[Piece]) -> tuple[Indices, Indices]:
+        """Of all cells of these pieces, in the local and in the remote list."""
+        pairs = [
+            self.plan.groups[piece.group].indices(piece.layers, piece.local_slots, piece.remote_slots)
+            for piece in pieces
+        ]
+        if len(pairs) == 1:
+            return pairs[0]
+        return np.concatenate([local for local, _ in pairs]), np.concatenate([remote for _, remote in pairs])
 
 
 class _PushLoop(Loop):
@@ -252,7 +345,7 @@ class _PushLoop(Loop):
         self._listener: Listener | None = None
         self._writes: dict[int, WriteHandle] = {}
         self._fences: dict[str, dict[int, Fence]] = {}  # transfer id -> chunk index -> not passed yet
-        self._core = PrefillCore(identity, config, registry, block_len_bytes(geometry))
+        self._core = PrefillCore(identity, config, registry, geometry)
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -261,8 +354,7 @@ class _PushLoop(Loop):
         self._perform(
             self._core.push(
                 transfer_id,
-                chunk.first_block,
-                chunk.block_ids,
+                chunk.for_core(),
                 last=chunk.last,
                 fenced=fence is not None,
                 index=index,
@@ -442,20 +534,17 @@ class _PushLoop(Loop):
             case LoadPeer():
                 return self._load(effect)
             case ReleasePeer():
-                if self._transport is not None:
+                if self._transport is not None and effect.peer.remote is not None:
                     self._transport.remove_remote(effect.peer.remote)
         return []
 
     def _post(self, effect: PostWrite) -> list[Effect]:
         assert self._transport is not None
         peer: _Peer = effect.peer
+        assert peer.remote is not None, "pieces without a byte are not posted"
         try:
-            handle = self._transport.post_write(
-                peer.remote,
-                peer.plan.local_indices(effect.local_ids),
-                peer.plan.remote_indices(effect.remote_ids),
-                effect.notification,
-            )
+            local, remote = peer.indices(effect.pieces)
+            handle = self._transport.post_write(peer.remote, local, remote, effect.notification)
         except Exception as exc:  # noqa: BLE001  # the core waits for exactly one answer
             return self._core.write_settled(effect.write_id, self._as_failure(exc), self._clock())
         self._writes[effect.write_id] = handle
@@ -471,10 +560,18 @@ class _PushLoop(Loop):
     def _load(self, effect: LoadPeer) -> list[Effect]:
         assert self._transport is not None
         try:
-            plan = pair(self._geometry, effect.geometry)
-            remote = self._transport.add_remote(
-                effect.agent_name, effect.blob, effect.geometry.memory, plan.local_rows, plan.remote_rows
+            plan = pair(
+                self._geometry,
+                effect.geometry,
+                local_share=self._identity.share,
+                remote_share=effect.share,
+                min_tile_bytes=self._config.min_tile_bytes,
             )
+            remote = None
+            if len(plan.local_rows):  # otherwise this stage holds none of the peer's layers
+                remote = self._transport.add_remote(
+                    effect.agent_name, effect.blob, effect.geometry.memory, plan.local_rows, plan.remote_rows
+                )
         except Exception as exc:  # noqa: BLE001  # likewise
             return self._core.peer_failed(effect.generation, effect.attempt, self._as_failure(exc), self._clock())
         return self._core.peer_loaded(effect.generation, effect.attempt, _Peer(remote, plan), self._clock())

@@ -1,70 +1,104 @@
 """The records of the prefill side: who is linked, who asked for what, what was pushed. Pure, and without a decision.
 
+A *push* is one transfer, with one outcome. It has a *leg* for each rank of the decode engine that this rank writes to:
+one, unless the two engines are spread over their ranks differently. All ranks of decode must be served; when one leg
+fails, the push fails.
+
 What a record can tell from itself alone it answers here; :mod:`kvpush.prefill` decides what comes of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpush import wire
+from kvpush.blocks import BlockIds, overlap, slots_of
 from kvpush.errors import FailureCode
 from kvpush.events import Outcome, PushFinished
 from kvpush.lifecycle import PUSH, PushState
-from kvpush.plan import overlap
+from kvpush.wire import Rank
+from kvpush.terms import GroupTerms, Slots, Wanted, wanted_slots
 from kvpush.tombstones import Tombstone
 
 LinkId = bytes
-BlockIds = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldGroup:
+    """What this rank holds of one group."""
+
+    name: str
+    num_layers: int
+    block_size_tokens: int
+    block_len_bytes: int  # of one layer
 
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """One control link of a decode engine that has said Hello."""
+    """One control link of a decode engine's rank that has said Hello."""
 
     link: LinkId
     hello: wire.Hello
+    readers: frozenset[Rank]  # the ranks of its engine that this rank writes to, it among them
+    terms: Mapping[str, GroupTerms]  # by group
     generation: int | None = None
     transfer_ids: set[str] = field(default_factory=set)  # registered over it and not ended
+
+    @property
+    def rank(self) -> Rank:
+        return self.hello.share.rank
 
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Where one decode engine wants the blocks of one transfer."""
+    """Where one rank of a decode engine wants the blocks of one transfer. They stay packed until a push has come."""
 
     link: Link
     transfer_id: str
     epoch: int
-    first_block: int
-    block_ids: BlockIds
+    wants: tuple[wire.Want, ...]
     due_s: float  # when it ends if nothing is pushed for it
-    highest_id: int = field(init=False)  # of the block ids; -1 when there are none
     num_unproven: int = 0  # WRITEs for it that may still land
     is_drain_owed: bool = False  # decode waits for Drained
-
-    def __post_init__(self) -> None:
-        self.highest_id = int(self.block_ids.max(initial=-1))
+    is_told: bool = False  # decode knows that it will not be served
 
     @property
     def engine_id(self) -> str:
         return self.link.hello.engine_id
 
+    @property
+    def rank(self) -> Rank:
+        return self.link.rank
+
+    @property
+    def incarnation(self) -> str:
+        return self.link.hello.incarnation
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(want.block_ids) // 4 for want in self.wants)
+
     def is_of(self, link: Link, epoch: int) -> bool:
         """Whether a message with this epoch that came over ``link`` means this registration."""
         return self.epoch == epoch and self.link is link
 
-    def tombstone(self, code: FailureCode, reason: str, *, is_push_awaited: bool) -> Tombstone:
-        """What is remembered of it."""
-        return Tombstone(code, reason, is_push_awaited, self.link.hello.incarnation, self.epoch)
+    def unpacked(self) -> dict[str, Wanted]:
+        """What it wants of each group that this side has. Raises Failure for ids that cannot be."""
+        terms = self.link.terms
+        return {want.group: wanted_slots(want, terms[want.group]) for want in self.wants if want.group in terms}
 
     def unlink(self) -> None:
         """It has ended, and does not end with its link any more."""
         self.link.transfer_ids.discard(self.transfer_id)
+
+
+def tombstone_of(
+    registrations: Sequence[Registration], code: FailureCode, reason: str, *, is_push_awaited: bool
+) -> Tombstone:
+    """What is remembered of a transfer and of those who registered for it."""
+    return Tombstone(code, reason, is_push_awaited, {each.incarnation: each.epoch for each in registrations})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,33 +122,164 @@ def as_decode_sees_it(code: FailureCode) -> FailureCode:
     return FailureCode.cancelled_by_peer if code is FailureCode.cancelled_by_caller else code
 
 
-@dataclass(slots=True, eq=False)
-class Chunk:
-    """What one push() call brought: position ``first_block + i`` is in local block ``block_ids[i]``."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """What one call brought of one group: position ``first_block + i`` of these layers is in ``block_ids[i]``."""
 
+    group: int  # its number in this side's cache
+    layers: tuple[range, ...]  # runs of layers, by their numbers in the group
     first_block: int
     block_ids: BlockIds
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """What one push() or push_layers() call brought."""
+
+    parts: tuple[Part, ...]
     is_fenced: bool  # not computed yet
 
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """Positions of one chunk that go into one WRITE, as soon as the chunk is computed."""
+    """Cells of one chunk that go into one WRITE, as soon as the chunk is computed."""
 
     chunk: int
-    first_block: int
-    local_ids: BlockIds
-    remote_ids: BlockIds
+    group: int
+    layers: range
+    first_slot: int
+    local_slots: Slots
+    remote_slots: Slots
 
     @property
-    def num_blocks(self) -> int:
-        return len(self.local_ids)
+    def num_cells(self) -> int:
+        return len(self.layers) * len(self.local_slots)
 
-    def sliced(self, max_blocks: int) -> Iterator[Piece]:
-        """The same positions in pieces of at most so many blocks."""
-        for start in range(0, self.num_blocks, max_blocks):
-            part = slice(start, start + max_blocks)
-            yield Piece(self.chunk, self.first_block + start, self.local_ids[part], self.remote_ids[part])
+    @property
+    def span(self) -> wire.Span:
+        return wire.Span(self.group, self.layers.start, len(self.layers), self.first_slot, len(self.local_slots))
+
+    def sliced(self, max_slots: int) -> Iterator[Piece]:
+        """The same cells in pieces of at most so many slots."""
+        for start in range(0, len(self.local_slots), max_slots):
+            part = slice(start, start + max_slots)
+            yield Piece(
+                self.chunk,
+                self.group,
+                self.layers,
+                self.first_slot + start,
+                self.local_slots[part],
+                self.remote_slots[part],
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """The way of a push to one rank of the decode engine."""
+
+    push: Push
+    registration: Registration
+    wanted: dict[int, Wanted]  # by group
+    pieces: deque[Piece] = field(default_factory=deque)  # not posted
+    generation: int | None = None  # of the engine that it waits for or writes to
+    failed_attempts: int = 0  # handshakes that it waited through
+    in_flight: set[int] = field(default_factory=set)  # ids of WRITEs that may still read its blocks
+    is_queued: bool = False  # in its generation's line
+    covered_cells: int = 0  # of those that decode asked for, those that chunks so far hold
+    confirmed_cells: int = 0
+    wanted_cells: int = 0
+
+    @property
+    def transfer_id(self) -> str:
+        return self.push.transfer_id
+
+    @property
+    def is_begun(self) -> bool:
+        """Another registration comes too late for it."""
+        return bool(self.in_flight or self.confirmed_cells) or self.push.cause is not None
+
+    @property
+    def is_served(self) -> bool:
+        """This rank of decode has everything that it asked for."""
+        return self.confirmed_cells == self.wanted_cells
+
+    def match(self, registration: Registration, wanted: Mapping[str, Wanted], cut: Cut) -> None:
+        """From now on it is for this registration, and nothing of it has been written."""
+        self.registration = registration
+        self.wanted = {i: wanted[held.name] for i, held in enumerate(cut.groups) if held.name in wanted}
+        self.wanted_cells = sum(cut.groups[i].num_layers * len(each.slots) for i, each in self.wanted.items())
+        self.pieces.clear()
+        self.covered_cells = 0
+        for index in range(len(self.push.chunks)):
+            self.cut(index, cut)
+
+    def cut(self, index: int, cut: Cut) -> None:
+        """Queue what decode asked for of one chunk, in pieces that fit into one WRITE."""
+        for part in self.push.chunks[index].parts:
+            wanted = self.wanted.get(part.group)
+            if wanted is None:
+                continue
+            held = cut.groups[part.group]
+            terms = self.registration.link.terms[held.name]
+            slots = slots_of(part.block_ids, terms.prefill_slots_per_block)
+            first_slot = part.first_block * terms.prefill_slots_per_block
+            both = overlap(wanted.first_slot, wanted.slots, first_slot, slots)
+            if both is None:
+                continue
+            for layers in part.layers:
+                piece = Piece(index, part.group, layers, both.first_block, both.local_ids, both.remote_ids)
+                self.covered_cells += piece.num_cells
+                self.pieces.extend(piece.sliced(cut.max_slots(held, terms, len(layers))))
+
+    def next_pieces(self, max_bytes: int, cut: Cut) -> list[Piece]:
+        """Those that are computed, from the first on, for one WRITE: at least one, then as many as fit."""
+        taken: list[Piece] = []
+        num_bytes = 0
+        for piece in self.pieces:
+            if self.push.chunks[piece.chunk].is_fenced:
+                continue
+            num_bytes += cut.num_bytes(self, piece)
+            if taken and (num_bytes > max_bytes or len(taken) == wire.MAX_SPANS):
+                break
+            taken.append(piece)
+        return taken
+
+    def shortage(self) -> str | None:
+        """Prefill must hold everything that decode asks for; known once the last chunk is there."""
+        if not self.push.is_last_known or self.covered_cells == self.wanted_cells:
+            return None
+        wanted = self.registration
+        asked = ", ".join(
+            f"{len(want.block_ids) // 4} blocks from position {want.first_block}"
+            + (f" of group {want.group!r}" if len(wanted.wants) > 1 else "")
+            for want in wanted.wants
+        )
+        return (
+            f"transfer {self.transfer_id!r}: decode engine {wanted.engine_id!r} asks for {asked}; prefill pushed "
+            f"{self.push.held_blocks}, which cover {self.covered_cells} of its {self.wanted_cells} cells "
+            "(slots times layers)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How large a piece may be."""
+
+    groups: tuple[HeldGroup, ...]  # by number
+    max_write_bytes: int
+
+    def max_slots(self, held: HeldGroup, terms: GroupTerms, num_layers: int) -> int:
+        """Slots of so many layers that fit into one WRITE, if decode takes every head of them; at least one."""
+        return max(1, self.max_write_bytes // (self._slot_len_bytes(held, terms) * num_layers))
+
+    def num_bytes(self, leg: Leg, piece: Piece) -> int:
+        """What a piece moves at most: all heads of its layers."""
+        held = self.groups[piece.group]
+        return self._slot_len_bytes(held, leg.registration.link.terms[held.name]) * piece.num_cells
+
+    @staticmethod
+    def _slot_len_bytes(held: HeldGroup, terms: GroupTerms) -> int:
+        return max(1, held.block_len_bytes // terms.prefill_slots_per_block)
 
 
 @dataclass(slots=True, eq=False)
@@ -127,20 +292,28 @@ class Push:
     state: PushState = PUSH.initial
     chunks: list[Chunk] = field(default_factory=list)
     is_last_known: bool = False
-    registration: Registration | None = None
-    pieces: deque[Piece] = field(default_factory=deque)  # not posted
-    generation: int | None = None  # of the engine that it waits for or writes to
-    failed_attempts: int = 0  # handshakes that it waited through
-    in_flight: set[int] = field(default_factory=set)  # ids of WRITEs that may still read its blocks
-    is_queued: bool = False  # in its generation's line
-    covered_blocks: int = 0  # of the positions that decode asked for, those that chunks so far hold
-    confirmed_blocks: int = 0
+    readers: frozenset[Rank] = frozenset()  # the ranks of decode that must register; known with the first one that does
+    legs: dict[Rank, Leg] = field(default_factory=dict)
     num_bytes: int = 0
     cause: Cause | None = None
 
     @property
     def held_blocks(self) -> int:
-        return sum(len(chunk.block_ids) for chunk in self.chunks)
+        return sum(len(part.block_ids) for chunk in self.chunks for part in chunk.parts)
+
+    @property
+    def engine_id(self) -> str | None:
+        """Of the decode engine that it is for."""
+        return next((leg.registration.engine_id for leg in self.legs.values()), None)
+
+    @property
+    def registrations(self) -> list[Registration]:
+        return [leg.registration for leg in self.legs.values()]
+
+    @property
+    def is_in_flight(self) -> bool:
+        """A WRITE may still read its blocks."""
+        return any(leg.in_flight for leg in self.legs.values())
 
     @property
     def is_writing(self) -> bool:
@@ -148,62 +321,28 @@ class Push:
         return self.state in (PushState.writing, PushState.draining)
 
     @property
-    def is_begun(self) -> bool:
-        """Another registration comes too late for it."""
-        return bool(self.in_flight or self.confirmed_blocks) or self.cause is not None
+    def is_complete(self) -> bool:
+        """Every rank of decode that this one writes to has registered."""
+        return bool(self.legs) and self.legs.keys() >= self.readers
 
     @property
     def is_served(self) -> bool:
-        """Decode has every position that it asked for."""
-        return self.registration is not None and self.confirmed_blocks == len(self.registration.block_ids)
+        """Decode has everything that it asked for, on every rank."""
+        return self.is_complete and all(leg.is_served for leg in self.legs.values())
 
     @property
     def is_lease_running(self) -> bool:
         """Blocks wait for a registration or an engine, or decode has been served and waits no more. Not while decode
         waits for the caller's next chunk: its own deadline ends that."""
-        waits = self.registration is None or bool(self.pieces) or self.is_served
+        waits = not self.is_complete or any(leg.pieces for leg in self.legs.values()) or self.is_served
         return waits and self.cause is None and self.state is not PushState.writing
-
-    def match(self, registration: Registration, max_blocks: int) -> None:
-        """From now on the push is for this registration, and nothing of it has been written."""
-        self.registration = registration
-        self.pieces.clear()
-        self.covered_blocks = 0
-        for index in range(len(self.chunks)):
-            self.cut(index, max_blocks)
-
-    def cut(self, index: int, max_blocks: int) -> None:
-        """Queue the positions of one chunk that decode asked for, in pieces of at most ``max_blocks``."""
-        chunk, wanted = self.chunks[index], self.registration
-        assert wanted is not None, "only a matched push is cut"
-        part = overlap(wanted.first_block, wanted.block_ids, chunk.first_block, chunk.block_ids)
-        if part is not None:
-            self.covered_blocks += len(part.local_ids)
-            whole = Piece(index, part.first_block, part.local_ids, part.remote_ids)
-            self.pieces.extend(whole.sliced(max_blocks))
-
-    def next_piece(self) -> Piece | None:
-        """The first one that is computed."""
-        return next((piece for piece in self.pieces if not self.chunks[piece.chunk].is_fenced), None)
-
-    def shortage(self) -> str | None:
-        """Prefill must hold every position that decode asks for; known once the last chunk is there."""
-        wanted = self.registration
-        assert wanted is not None, "only a matched push can fall short"
-        if not self.is_last_known or self.covered_blocks == len(wanted.block_ids):
-            return None
-        return (
-            f"transfer {self.transfer_id!r}: decode engine {wanted.engine_id!r} asks for {len(wanted.block_ids)} "
-            f"blocks from position {wanted.first_block}, prefill pushed {self.held_blocks}, which cover "
-            f"{self.covered_blocks} of these"
-        )
 
     def finished(self, cause: Cause, now_s: float, *, blocks_reusable: bool) -> PushFinished:
         """The event that tells the caller."""
         return PushFinished(
             transfer_id=self.transfer_id,
             outcome=cause.outcome,
-            engine_id=None if self.registration is None else self.registration.engine_id,
+            engine_id=self.engine_id,
             code=cause.code,
             reason=cause.reason,
             blocks_reusable=blocks_reusable,
@@ -227,6 +366,7 @@ class RegistrationEnd:
     """Of a registration that waits for its push."""
 
     transfer_id: str
+    rank: Rank
     epoch: int
 
 

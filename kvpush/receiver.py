@@ -28,7 +28,7 @@ import torch
 
 from kvpush import wire
 from kvpush.config import Config
-from kvpush.decode import DecodeCore, Dial, Effect, Emit, HangUp, Send
+from kvpush.decode import Address, DecodeCore, Dial, Effect, Emit, HangUp, Place, Send, Source
 from kvpush.endpoint import Endpoint, parse_address
 from kvpush.errors import Closed, ConfigurationError, Failure, FailureCode, UsageError
 from kvpush.events import Outcome, ReceiveFinished
@@ -37,14 +37,15 @@ from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import Dialer, LinkClosed, LinkEvent, LinkMessage, LinkOpened, make_context
 from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
-from kvpush.plan import block_len_bytes, check_block_ids
+from kvpush.parallel import MAX_RANKS
+from kvpush.placement import GroupBlocks, Placement
+from kvpush.plan import check_writable
 from kvpush.registry import Clock, Registry
-from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position, check_setup, check_timeout
+from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_setup, check_timeout
 from kvpush.transport import Notification, Transport, TransportFactory
 
-BlockIds = npt.NDArray[np.int64]
-Address = tuple[str, int]
-Source = Address | Mapping[tuple[int, int], Address]
+BlockList = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
+Addresses = Address | Mapping[tuple[int, int], Address]
 
 ATTENTION_S = 0.02  # after a receive was registered or blocks arrived, the next WRITE is likely near: look often
 LEISURELY_LOOK_S = 0.01  # at NIXL, while receives wait and no WRITE has been announced: prefill's hint takes its time
@@ -54,16 +55,19 @@ PROBE_TIMEOUT_S = 1.0  # a host that refuses answers within one round trip
 
 @dataclass(frozen=True, slots=True)
 class _Account:
-    """A transfer that expect() took. Its blocks are in use until the account is closed."""
+    """A receive that expect() took."""
 
-    block_ids: BlockIds
-    first_block: int
-    engine_id: str
-    address: Address
+    parts: tuple[GroupBlocks, ...]
+    num_tokens: int
+    source: Source
 
     def is_same(self, other: _Account) -> bool:
-        same_source = self.engine_id == other.engine_id and self.address == other.address
-        return same_source and self.first_block == other.first_block and np.array_equal(self.block_ids, other.block_ids)
+        if self.source != other.source or self.num_tokens != other.num_tokens or len(self.parts) != len(other.parts):
+            return False
+        return all(mine.is_same(theirs) for mine, theirs in zip(self.parts, other.parts, strict=True))
+
+    def places(self) -> tuple[Place, ...]:
+        return tuple(Place(part.name, part.first_block, part.block_ids, self.num_tokens) for part in self.parts)
 
 
 class DecodeReceiver(Side[ReceiveFinished, _Account]):
@@ -92,7 +96,8 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         config = config or Config()
         engine_id = check_engine_id(engine_id)
         geometry = geometry_of(kv_caches, spec)
-        block_len_bytes(geometry)  # complains about a cache that cannot be written, before anything is opened
+        check_writable(geometry, spec)  # complains before anything is opened
+        self._placement = Placement(geometry, spec)
         identity = new_identity(engine_id, spec, geometry)
         registry = Registry(config, clock, random.Random())
         ledger: Ledger[_Account] = Ledger(f"DecodeReceiver {engine_id!r}", config.max_pending_pushes)
@@ -101,44 +106,51 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
         self._spec = spec
         self._is_draining = False
-        self._is_in_use = np.zeros(geometry.num_blocks, dtype=np.bool_)  # by block; guarded by the ledger's lock
+        # by group and block; guarded by the ledger's lock. Groups that share memory share their blocks' numbers, too.
+        sizes = [group.num_blocks for group in geometry.groups]
+        shared = np.zeros(max(sizes), dtype=np.bool_)
+        self._is_in_use = [shared if spec.groups_share_memory else np.zeros(size, dtype=np.bool_) for size in sizes]
         self._loop = _ReceiveLoop(identity, geometry, config, clock, registry, ledger, events, transport_factory)
         self._run(self._loop)
 
     def expect(
         self,
         transfer_id: str,
-        block_ids: Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor,
+        block_ids: BlockList | Mapping[str, BlockList],
         *,
-        source: Source,
+        source: Addresses,
         source_engine_id: str,
-        first_block: int = 0,
+        first_block: int | Mapping[str, int] = 0,
+        num_tokens: int | None = None,
         deadline_s: float | None = None,
     ) -> None:
         """Have prefill engine ``source_engine_id`` write position ``first_block + i`` of this transfer into local block
         ``block_ids[i]``.
 
-        ``source`` is the address of prefill's rank 0, or ``{(pp_rank, tp_rank): address}``; this rank is served by its
-        counterpart. ``first_block`` says how many leading blocks this side has already (a prefix hit). An empty list is
-        done at once. ``deadline_s`` (default ``receive_deadline_s``) counts from now. An identical repetition is folded
-        into the first.
+        ``source`` is the address of a prefill engine that is one process, or ``{(pp_rank, tp_rank): address}`` with an
+        entry for each of its ranks, however they are spread: this rank finds those that hold its heads and layers.
+        ``first_block`` says how many leading blocks this side has already (a prefix hit). ``num_tokens``, the number of
+        tokens whose KV there is, is needed where prefill's blocks are smaller and the last block is only partly filled;
+        by default every block is wanted whole. A cache with several groups takes ``{group name: list}`` for the first
+        two. An empty list is done at once. ``deadline_s`` (default ``receive_deadline_s``) counts from now. An
+        identical repetition is folded into the first.
 
         The blocks belong to kvpush until :class:`ReceiveFinished` with ``blocks_reusable``, or :class:`BlocksReleased`.
 
-        Raises :class:`UsageError` for a bad id, block, position or deadline, for blocks that another receive still uses
-        and for a transfer that is expected already, :class:`ConfigurationError` for a bad address, :class:`QueueFull`
-        and :class:`Closed`. Nothing has been taken then.
+        Raises :class:`UsageError` for a bad id, block, group, position, number of tokens or deadline, for blocks that
+        another receive still uses and for a transfer that is expected already, :class:`ConfigurationError` for a bad
+        address, :class:`QueueFull` and :class:`Closed`. Nothing has been taken then.
         """
         transfer_id = wire.check_id(transfer_id, "transfer_id")
-        ids = check_block_ids(block_ids, len(self._is_in_use), what="expect: block_ids", unique=True)
-        position = check_position(first_block, len(ids), "expect")
-        address = self._address_in(source)
-        account = _Account(ids, position, check_engine_id(source_engine_id), address)
+        parts = self._placement.parse(block_ids, first_block, call="expect", unique=True)
+        source_engine_id = check_engine_id(source_engine_id)
+        account = _Account(parts, _checked_tokens(num_tokens), self._source(source, source_engine_id))
         limit_s = self._config.receive_deadline_s if deadline_s is None else _checked_deadline(deadline_s)
         with self._ledger.lock:
             self._loop.check_room("expect")
             if self._admit(transfer_id, account):
-                self._loop.submit(partial(self._loop.expect, transfer_id, account, limit_s))
+                num_blocks = self._placement.num_blocks(parts)
+                self._loop.submit(partial(self._loop.expect, transfer_id, account, num_blocks, limit_s))
 
     def cancel(self, transfer_id: str) -> None:
         """Give up, whatever state the transfer is in, known or not. Its outcome arrives as an event, and the blocks
@@ -149,16 +161,16 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         self._loop.check_room("cancel")
         self._loop.submit(partial(self._loop.cancel, transfer_id))
 
-    def renew(self, transfer_ids: Sequence[str], *, source: Source, source_engine_id: str) -> None:
+    def renew(self, transfer_ids: Sequence[str], *, source: Addresses, source_engine_id: str) -> None:
         """Requests for these transfers still queue here: ask prefill to keep their blocks for one more of its leases.
         Call it more often than prefill's ``lease_s``."""
         if isinstance(transfer_ids, str | bytes) or not isinstance(transfer_ids, Sequence):
             raise UsageError(f"renew: transfer_ids={transfer_ids!r} must be a sequence of transfer ids")
         ids = [wire.check_id(transfer_id, "transfer_id") for transfer_id in transfer_ids]
-        address, engine_id = self._address_in(source), check_engine_id(source_engine_id)
+        found = self._source(source, check_engine_id(source_engine_id))
         self._ledger.check_open("renew")
         self._loop.check_room("renew")
-        self._loop.submit(partial(self._loop.renew, ids, address, engine_id))
+        self._loop.submit(partial(self._loop.renew, ids, found))
 
     def drop_engine(self, engine_id: str) -> None:
         """The router knows that this prefill engine is gone, or must go: its receives fail. Their blocks are held until
@@ -194,34 +206,59 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
             )
         if self._is_draining:
             raise Closed(f"expect: DecodeReceiver {self.engine_id!r} is draining and takes no new receive")
-        taken = account.block_ids[self._is_in_use[account.block_ids]]
-        if taken.size:
-            raise UsageError(
-                f"expect: transfer {transfer_id!r}: block {taken[0]} belongs to a receive that has not been polled to "
-                f"its end, so a WRITE may still land in it"
-            )
+        for part in account.parts:
+            taken = part.block_ids[self._is_in_use[part.group][part.block_ids]]
+            if taken.size:
+                raise UsageError(
+                    f"expect: transfer {transfer_id!r}: block {taken[0]} of group {part.name!r} belongs to a receive "
+                    f"that has not been polled to its end, so a WRITE may still land in it"
+                )
         self._ledger.open(transfer_id, account, "expect")
-        self._is_in_use[account.block_ids] = True
+        self._mark(account, is_in_use=True)
         return True
 
-    def _account_closed(self, account: _Account) -> None:
-        self._is_in_use[account.block_ids] = False
+    def _mark(self, account: _Account, *, is_in_use: bool) -> None:
+        for part in account.parts:
+            self._is_in_use[part.group][part.block_ids] = is_in_use
 
-    def _address_in(self, source: Source) -> Address:
-        rank = self._spec.rank
-        if isinstance(source, Mapping):
-            if rank not in source:
-                raise ConfigurationError(f"source={dict(source)!r} names no address for rank (pp, tp) = {rank}")
-            return parse_address(source[rank], "source").address
-        if self._spec.tp_size > 1 or self._spec.pp_size > 1:
+    def _account_closed(self, account: _Account) -> None:
+        self._mark(account, is_in_use=False)
+
+    @staticmethod
+    def _source(source: Addresses, engine_id: str) -> Source:
+        """How many ranks the engine has follows from the map, so it must name every one of them."""
+        if not isinstance(source, Mapping):
+            return Source(engine_id, 1, 1, {(0, 0): parse_address(source, "source").address})
+        addresses = {_checked_rank(rank): parse_address(each, "source").address for rank, each in source.items()}
+        if not addresses:
+            raise ConfigurationError("source={} names no address")
+        pp_size, tp_size = (1 + max(rank[i] for rank in addresses) for i in (0, 1))
+        if len(addresses) != pp_size * tp_size:
+            every = ((pp, tp) for pp in range(pp_size) for tp in range(tp_size))
+            missing = next(rank for rank in every if rank not in addresses)
             raise ConfigurationError(
-                f"source={source!r}: this cache has tp_size={self._spec.tp_size}, pp_size={self._spec.pp_size}, so "
-                f"give an address for every rank: {{(pp_rank, tp_rank): (host, port)}}"
+                f"source names ranks (pp, tp) up to pp {pp_size - 1} and tp {tp_size - 1}, but no address for {missing}"
             )
-        return parse_address(source, "source").address
+        return Source(engine_id, pp_size, tp_size, addresses)
 
     def __repr__(self) -> str:
         return f"<DecodeReceiver {self.engine_id!r}: {len(self._registry)} engines>"
+
+
+def _checked_rank(rank: object) -> tuple[int, int]:
+    match rank:
+        case (int() as pp, int() as tp) if 0 <= pp < MAX_RANKS and 0 <= tp < MAX_RANKS:
+            return pp, tp
+        case _:
+            raise ConfigurationError(f"source has the key {rank!r}; ranks are (pp_rank, tp_rank) below {MAX_RANKS}")
+
+
+def _checked_tokens(num_tokens: object) -> int:
+    if num_tokens is None:
+        return 0
+    if not isinstance(num_tokens, int | np.integer) or isinstance(num_tokens, bool) or not 0 < num_tokens < 2**63:
+        raise UsageError(f"expect: num_tokens={num_tokens!r} must be a whole number above 0")
+    return int(num_tokens)
 
 
 def _checked_deadline(deadline_s: object) -> float:
@@ -276,16 +313,15 @@ class _ReceiveLoop(Loop):
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
-    def expect(self, transfer_id: str, account: _Account, deadline_s: float) -> None:
+    def expect(self, transfer_id: str, account: _Account, num_blocks: int, deadline_s: float) -> None:
         """Register a receive."""
         self._attentive_until_s = self._clock() + ATTENTION_S
         self._perform(
             self.core.expect(
                 transfer_id,
-                account.block_ids,
-                address=account.address,
-                engine_id=account.engine_id,
-                first_block=account.first_block,
+                account.places(),
+                num_blocks=num_blocks,
+                source=account.source,
                 deadline_s=deadline_s,
                 now_s=self._clock(),
             )
@@ -295,9 +331,9 @@ class _ReceiveLoop(Loop):
         """The caller gives up."""
         self._perform(self.core.cancel(transfer_id, self._clock()))
 
-    def renew(self, transfer_ids: list[str], address: Address, engine_id: str) -> None:
+    def renew(self, transfer_ids: list[str], source: Source) -> None:
         """Keep leases alive."""
-        self._perform(self.core.renew(transfer_ids, address=address, engine_id=engine_id, now_s=self._clock()))
+        self._perform(self.core.renew(transfer_ids, source=source, now_s=self._clock()))
 
     def drop_engine(self, engine_id: str) -> None:
         """The router knows better."""

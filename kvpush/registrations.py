@@ -1,7 +1,8 @@
 """Who may register for what. Keeps the registrations that nothing has been pushed for yet. Pure.
 
-A transfer has one registration at a time, and one decode engine. Until the first byte is written, that engine's newest
-registration wins; what comes after the end is refused with the cause of the end, which a tombstone remembers.
+A transfer has one decode engine, and one registration at a time from each of its ranks. Until the first byte is written
+to a rank, its newest registration wins; what comes after the end is refused with the cause of the end, which a tombstone
+remembers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 from kvpush.config import Config
 from kvpush.errors import Failure, FailureCode
 from kvpush.prefill_effects import Outbox
-from kvpush.pushes import Due, Push, Registration, RegistrationEnd, as_decode_sees_it
+from kvpush.wire import Rank
+from kvpush.pushes import Due, Leg, Push, Registration, RegistrationEnd, as_decode_sees_it, tombstone_of
 from kvpush.timers import Timers
 from kvpush.tombstones import Tombstone, Tombstones
 
@@ -25,62 +27,87 @@ class Registrations:
         self._tombstones = tombstones
         self._timers = timers
         self._outbox = outbox
-        self._waiting: dict[str, Registration] = {}
+        self._waiting: dict[str, dict[Rank, Registration]] = {}
+        self._num_waiting = 0
         self._closed = ""  # why no new transfer is taken
 
     def shut(self, why: str) -> None:
         """Take no new transfer from now on."""
         self._closed = why
 
-    def find(self, transfer_id: str) -> Registration | None:
-        """The one that waits for this transfer's push."""
-        return self._waiting.get(transfer_id)
+    def find(self, transfer_id: str, rank: Rank) -> Registration | None:
+        """The one of this rank that waits for this transfer's push."""
+        return self._waiting.get(transfer_id, {}).get(rank)
 
     def park(self, registration: Registration) -> None:
         """Nothing was pushed for it yet: wait, until it is due."""
-        self._waiting[registration.transfer_id] = registration
-        self._timers.set(RegistrationEnd(registration.transfer_id, registration.epoch), registration.due_s)
+        self._waiting.setdefault(registration.transfer_id, {})[registration.rank] = registration
+        self._num_waiting += 1
+        self._timers.set(_timer_of(registration), registration.due_s)
 
-    def take(self, transfer_id: str) -> Registration | None:
-        """The push has come: its registration, if there is one, does not wait any more."""
-        registration = self._waiting.pop(transfer_id, None)
-        if registration is not None:
-            self._timers.cancel(RegistrationEnd(transfer_id, registration.epoch))
-        return registration
+    def waiting_for(self, transfer_id: str) -> list[Registration]:
+        """Those of all ranks that wait for this transfer's push."""
+        return list(self._waiting.get(transfer_id, {}).values())
+
+    def take(self, transfer_id: str) -> list[Registration]:
+        """The push has come: the registrations of this transfer do not wait any more."""
+        registrations = self.waiting_for(transfer_id)
+        for registration in registrations:
+            self._remove(registration)
+        return registrations
 
     def forget(self, registration: Registration) -> None:
         """One that waits has ended."""
-        self.take(registration.transfer_id)
+        self._remove(registration)
         registration.unlink()
 
-    def refuse(self, registration: Registration, code: FailureCode, reason: str, now_s: float) -> None:
-        """One that waits ends, and decode is told; the push that may still come ends with it."""
-        self.forget(registration)
-        self._outbox.send_failed(registration, as_decode_sees_it(code), reason)
+    def end(self, transfer_id: str, code: FailureCode, reason: str, now_s: float, *, silent: Registration | None) -> None:
+        """A transfer that waits ends, and the push that may still come ends with it. Decode is told on each of its
+        ranks but ``silent``, which asked for it and is answered otherwise."""
+        registrations = self.waiting_for(transfer_id)
+        for registration in registrations:
+            self.forget(registration)
+            if registration is not silent:
+                self._outbox.send_failed(registration, as_decode_sees_it(code), reason)
         if code not in _LEAVE_THE_PUSH_ALONE:
-            tombstone = registration.tombstone(code, reason, is_push_awaited=True)
-            self._tombstones.bury(registration.transfer_id, tombstone, now_s)
+            tombstone = tombstone_of(registrations, code, reason, is_push_awaited=True)
+            self._tombstones.bury(transfer_id, tombstone, now_s)
 
-    def waiting(self) -> list[Registration]:
-        """All of them, longest first."""
-        return list(self._waiting.values())
+    def transfer_ids(self) -> list[str]:
+        """The transfers that wait for their push, longest first."""
+        return list(self._waiting)
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return self._num_waiting
 
-    def refusal(self, new: Registration, old: Registration | None, push: Push | None, now_s: float) -> Failure | None:
-        """Why ``new`` cannot take its place. ``old``: the transfer's registration so far; ``push``: its push."""
+    def _remove(self, registration: Registration) -> None:
+        of_transfer = self._waiting[registration.transfer_id]
+        del of_transfer[registration.rank]
+        if not of_transfer:
+            del self._waiting[registration.transfer_id]
+        self._num_waiting -= 1
+        self._timers.cancel(_timer_of(registration))
+
+    def refusal(self, new: Registration, push: Push | None, now_s: float) -> Failure | None:
+        """Why ``new`` cannot take its place. ``push``: its transfer's, if it is open."""
+        others = self.waiting_for(new.transfer_id) if push is None else push.registrations
+        claimant = next((other for other in others if other.engine_id != new.engine_id), None)
+        if claimant is not None:
+            what = f"transfer {new.transfer_id!r}: engine {claimant.engine_id!r} has registered for it"
+            return Failure(FailureCode.claimed, what)
+        leg = None if push is None else push.legs.get(new.rank)
+        old = self.find(new.transfer_id, new.rank) if leg is None else leg.registration
         if old is not None:
-            return _refusal_after(old, new, push)
+            return _refusal_after(old, new, leg)
         if push is not None:
-            return self._refusal_by_earlier_use(new, now_s)
+            return _refusal_by_push(new, push) or self._refusal_by_earlier_use(new, now_s)
         return self._refusal_by_end(new, now_s) or self._refusal_for_room(new)
 
     def _refusal_by_earlier_use(self, new: Registration, now_s: float) -> Failure | None:
         """A registration of an earlier use of the id, asked again on a new link, is not for the push that is open now:
         its positions may have been written, and writing them twice would outlast decode's count of them."""
         tombstone = self._tombstones.find(new.transfer_id, now_s)
-        if tombstone is None or tombstone.incarnation != new.link.hello.incarnation or new.epoch > tombstone.epoch:
+        if tombstone is None or tombstone.is_before(new.incarnation, new.epoch):
             return None
         return _failure_of(tombstone)
 
@@ -88,8 +115,8 @@ class Registrations:
         tombstone = self._tombstones.find(new.transfer_id, now_s)
         if tombstone is None:
             return None
-        is_newer = new.link.hello.incarnation != tombstone.incarnation or new.epoch > tombstone.epoch
-        if not (tombstone.is_push_awaited and tombstone.incarnation and is_newer):
+        is_newer = tombstone.epochs and tombstone.is_before(new.incarnation, new.epoch)
+        if not (tombstone.is_push_awaited and is_newer):
             return _failure_of(tombstone)
         self._tombstones.forget(new.transfer_id)  # decode cancelled an earlier use of the id
         return None
@@ -98,7 +125,7 @@ class Registrations:
         if self._closed:
             return Failure(FailureCode.closing, self._closed)
         limit = self._config.max_registrations
-        if len(self._waiting) >= limit:
+        if self._num_waiting >= limit:
             return Failure(FailureCode.queue_full, f"max_registrations={limit} are waiting")
         limit = self._config.max_registrations_per_engine
         if len(new.link.transfer_ids) >= limit:
@@ -107,16 +134,31 @@ class Registrations:
         return None
 
 
-def _refusal_after(old: Registration, new: Registration, push: Push | None) -> Failure | None:
-    """Another registration for a transfer that has one: the same engine's newest wins until the first byte."""
+def _refusal_after(old: Registration, new: Registration, leg: Leg | None) -> Failure | None:
+    """Another registration of a rank that has one: the newest wins until the first byte."""
     what = f"transfer {new.transfer_id!r}"
-    if old.engine_id != new.engine_id:
-        return Failure(FailureCode.claimed, f"{what}: engine {old.engine_id!r} has registered for it")
-    if old.link.hello.incarnation == new.link.hello.incarnation and new.epoch < old.epoch:
+    if old.incarnation == new.incarnation and new.epoch < old.epoch:
         return Failure(FailureCode.superseded, f"{what}: epoch {old.epoch} is registered already")
-    if push is not None and push.is_begun:
+    if leg is not None and leg.is_begun:
         return Failure(FailureCode.already_served, f"{what} is being written to epoch {old.epoch}")
     return None
+
+
+def _refusal_by_push(new: Registration, push: Push) -> Failure | None:
+    """A further rank of the decode engine asks for a transfer that goes to others of its ranks already."""
+    if push.cause is not None:
+        return Failure(push.cause.code_for_decode, push.cause.reason)
+    if push.readers and push.readers != new.link.readers:
+        reason = (
+            f"transfer {new.transfer_id!r}: the ranks of decode engine {new.engine_id!r} say different things about how "
+            f"many they are: (pp, tp) {sorted(push.readers)[:8]} by one, {sorted(new.link.readers)[:8]} by another"
+        )
+        return Failure(FailureCode.incompatible, reason)
+    return None
+
+
+def _timer_of(registration: Registration) -> RegistrationEnd:
+    return RegistrationEnd(registration.transfer_id, registration.rank, registration.epoch)
 
 
 def _failure_of(tombstone: Tombstone) -> Failure:

@@ -1,4 +1,8 @@
-"""Every remote engine that this side knows, one record per engine and generation, behind one lock.
+"""Every remote engine that this side knows, one record per rank of an engine and generation, behind one lock.
+
+An engine that is spread over several processes has a record for each of its ranks that this side talks to: each has its
+own link, incarnation and NIXL agent, restarts and dies by itself, and is written as soon as it is ready. What becomes of
+a transfer when one of its ranks is lost is the cores' to decide: it ends on all of them.
 
 Rules of this file:
 
@@ -34,6 +38,11 @@ from kvpush.lifecycle import ENGINE, State, Trigger
 from kvpush.timers import Timers
 
 Clock = Callable[[], float]  # monotonic seconds
+Rank = tuple[int, int]  # (pp_rank, tp_rank)
+
+ONLY_RANK: Rank = (0, 0)  # of an engine that is one process
+
+_Key = tuple[str, Rank]
 
 TRACE_LENGTH = 4096  # state changes remembered for introspection and logs
 LOCK_BATCH = 8  # records that one hold of the lock works through, well within 1 ms even when all of them are evicted
@@ -97,6 +106,7 @@ class _Engine:
     """One record. Guarded by the registry's lock. ``state`` is written by the lifecycle alone."""
 
     engine_id: str
+    rank: Rank
     generation: int
     incarnation: str
     address: str
@@ -115,6 +125,10 @@ class _Engine:
     retry_pending: bool = False
     pushes: int = 0
     last_error: str = ""
+
+    @property
+    def key(self) -> _Key:
+        return self.engine_id, self.rank
 
 
 @dataclass(slots=True)
@@ -144,8 +158,8 @@ class Registry:
         self._rng = rng
         self._lock = threading.Lock()
         self._by_generation: dict[int, _Engine] = {}
-        self._current: dict[str, int] = {}  # engine id -> its newest generation that is not over
-        self._past: OrderedDict[str, _Past] = OrderedDict()
+        self._current: dict[_Key, int] = {}  # its newest generation that is not over
+        self._past: OrderedDict[_Key, _Past] = OrderedDict()
         self._due: Timers[int] = Timers()  # generation -> when the sweep must look at it
         self._last_generation = 0
         self._last_attempt = 0
@@ -153,7 +167,9 @@ class Registry:
 
     # --- meeting and naming ------------------------------------------------------------------------------------------
 
-    def admit(self, engine_id: str, incarnation: str, address: str) -> tuple[int, list[RegistryEffect]]:
+    def admit(
+        self, engine_id: str, incarnation: str, address: str, rank: Rank = ONLY_RANK
+    ) -> tuple[int, list[RegistryEffect]]:
         """The generation under which this incarnation is known from now on, and what that made of its predecessor.
 
         The record that is current is kept when it is of the same incarnation and may serve; otherwise it is retired
@@ -162,25 +178,27 @@ class Registry:
         effects: list[RegistryEffect] = []
         with self._lock:
             now_s = self._clock()
-            current = self._current_of(engine_id)
+            current = self._current_of((engine_id, rank))
             if current is not None and current.incarnation == incarnation and self._may_serve(current):
                 current.address = address
                 current.link_is_up = True
                 self._heard(current, now_s, activity=True)
                 return current.generation, effects
             self._check_room(engine_id, current)
-            return self._replace(current, engine_id, incarnation, address, now_s, effects), effects
+            return self._replace(current, (engine_id, rank), incarnation, address, now_s, effects), effects
 
-    def admit_address(self, engine_id: str, address: str) -> tuple[int, list[RegistryEffect]]:
+    def admit_address(
+        self, engine_id: str, address: str, rank: Rank = ONLY_RANK
+    ) -> tuple[int, list[RegistryEffect]]:
         """As :meth:`admit`, for decode, which knows an address before it knows who answers there."""
         effects: list[RegistryEffect] = []
         with self._lock:
             now_s = self._clock()
-            current = self._current_of(engine_id)
+            current = self._current_of((engine_id, rank))
             if current is not None and current.address == address and self._may_serve(current):
                 return current.generation, effects
             self._check_room(engine_id, current)
-            return self._replace(current, engine_id, "", address, now_s, effects), effects
+            return self._replace(current, (engine_id, rank), "", address, now_s, effects), effects
 
     def _check_room(self, engine_id: str, current: _Engine | None) -> None:
         if current is not None and not current.pins:
@@ -191,7 +209,7 @@ class Registry:
     def _replace(
         self,
         current: _Engine | None,
-        engine_id: str,
+        key: _Key,
         incarnation: str,
         address: str,
         now_s: float,
@@ -203,11 +221,11 @@ class Registry:
             self._retire(current, StaleReason.superseded, f"by {incarnation or 'a new record'}", now_s, effects)
             failures, retry_at_s, last_error = current.failures, current.retry_at_s, current.last_error
             known_incarnation = current.incarnation
-        past = self._past.pop(engine_id, None)
+        past = self._past.pop(key, None)
         if past is not None and current is None and not self._is_forgotten(past, now_s):
             failures, retry_at_s, last_error = past.failures, past.retry_at_s, past.snapshot.last_error
             known_incarnation = past.snapshot.incarnation
-        engine = self._begin(engine_id, incarnation, address, now_s)
+        engine = self._begin(key, incarnation, address, now_s)
         if incarnation in ("", known_incarnation):
             engine.failures, engine.retry_at_s, engine.last_error = failures, retry_at_s, last_error
         return engine.generation
@@ -219,11 +237,11 @@ class Registry:
             if engine is not None and engine.state is State.handshaking:
                 engine.incarnation = incarnation
 
-    def _begin(self, engine_id: str, incarnation: str, address: str, now_s: float) -> _Engine:
+    def _begin(self, key: _Key, incarnation: str, address: str, now_s: float) -> _Engine:
         self._last_generation += 1
-        engine = _Engine(engine_id, self._last_generation, incarnation, address, activity_s=now_s, heard_s=now_s)
+        engine = _Engine(*key, self._last_generation, incarnation, address, activity_s=now_s, heard_s=now_s)
         self._by_generation[engine.generation] = engine
-        self._current[engine_id] = engine.generation
+        self._current[key] = engine.generation
         self._schedule(engine)
         return engine
 
@@ -397,14 +415,14 @@ class Registry:
                 self._retire(engine, reason, detail, self._clock(), effects)
         return effects
 
-    def retire_address(self, address: str, keep_engine_id: str) -> list[RegistryEffect]:
+    def retire_address(self, address: str, keep_engine_id: str, rank: Rank = ONLY_RANK) -> list[RegistryEffect]:
         """Another engine answers at ``address`` now: whoever was known there before is superseded."""
         effects: list[RegistryEffect] = []
         with self._lock:
             now_s = self._clock()
             detail = f"{keep_engine_id} answers at {address}"
             for engine in list(self._by_generation.values()):
-                if engine.address == address and engine.engine_id != keep_engine_id:
+                if engine.address == address and engine.key != (keep_engine_id, rank):
                     self._retire(engine, StaleReason.superseded, detail, now_s, effects)
         return effects
 
@@ -511,8 +529,8 @@ class Registry:
         engine.resource = None
         del self._by_generation[engine.generation]
         self._due.cancel(engine.generation)
-        if self._current.get(engine.engine_id) == engine.generation:
-            del self._current[engine.engine_id]
+        if self._current.get(engine.key) == engine.generation:
+            del self._current[engine.key]
             self._remember(engine, now_s)
 
     def _evict_at_s(self, engine: _Engine) -> float:
@@ -542,10 +560,10 @@ class Registry:
 
     # --- introspection -----------------------------------------------------------------------------------------------
 
-    def generation_of(self, engine_id: str) -> int | None:
-        """The newest generation of this engine that is not over."""
+    def generation_of(self, engine_id: str, rank: Rank = ONLY_RANK) -> int | None:
+        """The newest generation of this rank of this engine that is not over."""
         with self._lock:
-            return self._current.get(engine_id)
+            return self._current.get((engine_id, rank))
 
     def state_of(self, generation: int) -> State:
         """``evicted`` for a generation that is over."""
@@ -598,6 +616,7 @@ class Registry:
     def _snapshot(self, engine: _Engine, now_s: float) -> EngineSnapshot:
         return EngineSnapshot(
             engine_id=engine.engine_id,
+            rank=engine.rank,
             generation=engine.generation,
             incarnation=engine.incarnation,
             state=engine.state,
@@ -614,8 +633,8 @@ class Registry:
 
     # --- inside the lock ---------------------------------------------------------------------------------------------
 
-    def _current_of(self, engine_id: str) -> _Engine | None:
-        generation = self._current.get(engine_id)
+    def _current_of(self, key: _Key) -> _Engine | None:
+        generation = self._current.get(key)
         return None if generation is None else self._by_generation[generation]
 
     @staticmethod
@@ -631,10 +650,10 @@ class Registry:
         )
 
     def _remember(self, engine: _Engine, now_s: float) -> None:
-        self._past[engine.engine_id] = _Past(
+        self._past[engine.key] = _Past(
             self._snapshot(engine, now_s), now_s, engine.failures, engine.retry_at_s, engine.heard_s, engine.activity_s
         )
-        self._past.move_to_end(engine.engine_id)
+        self._past.move_to_end(engine.key)
         while len(self._past) > self._config.max_tombstones:
             self._past.popitem(last=False)
 
@@ -642,10 +661,10 @@ class Registry:
         return now_s >= past.over_s + self._config.tombstone_ttl_s
 
     def _forget_past(self, now_s: float) -> None:
-        for engine_id, past in list(islice(self._past.items(), LOCK_BATCH)):  # the oldest come first
+        for key, past in list(islice(self._past.items(), LOCK_BATCH)):  # the oldest come first
             if not self._is_forgotten(past, now_s):
                 return
-            del self._past[engine_id]
+            del self._past[key]
 
 
 def _aged(past: _Past, now_s: float) -> EngineSnapshot:

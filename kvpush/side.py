@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-import numpy as np
-
 from kvpush import wire
 from kvpush.config import Config
 from kvpush.errors import Closed, ConfigurationError, QueueFull, UsageError
@@ -251,15 +249,6 @@ class Side(Generic[F, A]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def check_position(first_block: object, num_blocks: int, call: str) -> int:
-    """``first_block``, when ``num_blocks`` positions from there on are countable. Raises UsageError."""
-    if isinstance(first_block, bool) or not isinstance(first_block, int | np.integer):
-        raise UsageError(f"{call}: first_block={first_block!r} must be a whole number")
-    if not 0 <= first_block <= 2**31 - 1 - num_blocks:
-        raise UsageError(f"{call}: first_block={first_block!r} must be at least 0 and end below 2**31")
-    return int(first_block)
 
 
 def check_timeout(timeout_s: object, call: str) -> float:

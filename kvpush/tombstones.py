@@ -7,7 +7,8 @@ a push for one that was cancelled before its blocks existed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvpush.errors import FailureCode
 
@@ -17,16 +18,19 @@ class Tombstone:
     """How a transfer ended.
 
     ``is_push_awaited``: it was cancelled before any of its blocks were pushed, so the push still to come ends with it.
-    ``incarnation`` and ``epoch`` name the registration it belonged to (empty and -1 without one): while
+    ``epochs`` name the registrations that it had, one for each incarnation (of one rank of decode) that sent one: while
     ``is_push_awaited``, a newer one is another transfer's beginning.
     """
 
     code: FailureCode
     reason: str
     is_push_awaited: bool
-    incarnation: str = ""
-    epoch: int = -1
+    epochs: Mapping[str, int] = field(default_factory=dict)
     until_s: float = 0.0
+
+    def is_before(self, incarnation: str, epoch: int) -> bool:
+        """Whether this registration came after those of the transfer that ended."""
+        return epoch > self.epochs.get(incarnation, -1)
 
 
 class Tombstones:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpush.errors import FailureCode, RemoteProtocolError, UsageError
+from kvpush.parallel import Share
 
 _T = TypeVar("_T")
 
@@ -27,6 +28,11 @@ _MAGIC = b"kvpush/"
 MAX_ID_BYTES = 512
 MAX_REASON_BYTES = 4096
 MAX_RENEWALS = 4096  # transfer ids in one Renew
+MAX_GROUPS = 15
+MAX_LAYERS = 4096
+MAX_NAME_CHARS = 512
+MAX_SPANS = 32  # in one notification
+MAX_WRITTEN_BYTES = 2048  # 32 spans of five numbers, and room
 MAX_REMAINING_MS = 10 * 365 * 86_400_000  # ten years: more is a peer's mistake
 
 # msgspec counts characters; the limit in bytes is checked after decoding
@@ -38,6 +44,11 @@ RemainingMs = Annotated[int, msgspec.Meta(ge=0, le=MAX_REMAINING_MS)]
 Rank = tuple[Count, Count]  # (pp_rank, tp_rank)
 BlockIds = Annotated[bytes, msgspec.Meta(max_length=4 * (2**22))]  # little-endian uint32, packed
 Fingerprint = Annotated[dict[str, str], msgspec.Meta(max_length=64)]
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+AtLeastOne = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+GroupName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+LayerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+BlockSizes = Annotated[dict[GroupName, Tokens], msgspec.Meta(max_length=MAX_GROUPS)]
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
@@ -48,13 +59,15 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(_Message, frozen=True, tag=True):
-    """First message on every link."""
+    """First message on every link: between one rank of a decode engine and one rank of a prefill engine."""
 
     engine_id: Id
     incarnation: Id
-    rank: Rank
+    share: Share
     expected_engine_id: Id  # whom the sender means to talk to
+    expected_share: Share  # as which rank of it
     fingerprint: Fingerprint
+    block_sizes_tokens: BlockSizes
     agent_name: Id
 
 
@@ -78,8 +91,20 @@ class MetadataUnavailable(_Message, frozen=True, tag=True):
     reason: Reason
 
 
+class Want(msgspec.Struct, frozen=True, array_like=True):
+    """Where one group's blocks go: position ``first_block + i``, in decode's blocks, goes into ``block_ids[i]``.
+
+    ``num_tokens`` ends the last block early: only tokens below it are wanted. 0: every block whole.
+    """
+
+    group: GroupName
+    first_block: Count
+    block_ids: BlockIds
+    num_tokens: Serial = 0
+
+
 class Register(_Message, frozen=True, tag=True):
-    """Where the blocks of a transfer go: position ``first_block + i`` goes into ``block_ids[i]``.
+    """Where the blocks of a transfer go; no ``wants``, or only empty ones: decode needs nothing from this rank.
 
     ``epoch`` is unique for each registration of one incarnation and grows; it keeps a re-used transfer id apart from
     its past.
@@ -87,8 +112,7 @@ class Register(_Message, frozen=True, tag=True):
 
     transfer_id: Id
     epoch: Serial
-    first_block: Count
-    block_ids: BlockIds
+    wants: Annotated[tuple[Want, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     remaining_ms: RemainingMs
 
 
@@ -110,12 +134,22 @@ class Renew(_Message, frozen=True, tag=True):
 # --- prefill to decode ---------------------------------------------------------------------------------------------
 
 
+class Holding(msgspec.Struct, frozen=True, array_like=True):
+    """The part of a group that prefill's rank holds. Its place in :class:`Welcome` and the layers' order number them
+    for :class:`Span`."""
+
+    group: GroupName
+    block_size_tokens: Tokens
+    layers: Annotated[tuple[LayerName, ...], msgspec.Meta(max_length=MAX_LAYERS)]
+
+
 class Welcome(_Message, frozen=True, tag=True):
     """The link is up."""
 
     engine_id: Id
     incarnation: Id
-    rank: Rank
+    share: Share
+    holdings: Annotated[tuple[Holding, ...], msgspec.Meta(max_length=MAX_GROUPS)]
     agent_name: Id
 
 
@@ -133,13 +167,12 @@ class MetadataRequest(_Message, frozen=True, tag=True):
 
 
 class Writing(_Message, frozen=True, tag=True):
-    """A WRITE of so many positions has been posted: a hint to look at NIXL often until they have arrived.
+    """A WRITE has been posted: a hint to look at NIXL often until its notification has come.
 
     Nothing depends on it. Decode would see the notification anyway, at its next leisurely look.
     """
 
     epoch: Serial
-    num_blocks: Count
 
 
 class Failed(_Message, frozen=True, tag=True):
@@ -180,17 +213,29 @@ ToDecode = Welcome | Refused | MetadataRequest | Writing | Failed | Drained | He
 Message = ToPrefill | ToDecode
 
 
-class Written(msgspec.Struct, frozen=True, array_like=True):
-    """The notification bound to a WRITE: these positions of this registration are in place.
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Slots of some layers of one group. A slot is the greatest run of tokens that both sides' blocks are multiples of.
 
-    Decode counts positions, not messages, so a repeated one is harmless and no "last" marker is needed.
+    Group and layers are numbered as in prefill's :class:`Welcome`, slots from the transfer's first token.
+    """
+
+    group: Count
+    first_layer: Count
+    num_layers: AtLeastOne
+    first_slot: Serial
+    num_slots: AtLeastOne
+
+
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """The notification bound to a WRITE: these slots of this registration are in place.
+
+    Decode counts slots of layers, not messages, so a repeated one is harmless and no "last" marker is needed.
     """
 
     epoch: Serial
     rank: Rank  # of the writer
     chunk: Count  # for people and traces
-    first_block: Count
-    num_blocks: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    spans: Annotated[tuple[Span, ...], msgspec.Meta(min_length=1, max_length=MAX_SPANS)]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -291,13 +336,13 @@ def _check_preamble(frames: list[bytes]) -> None:
 
 
 def encode_written(written: Written) -> bytes:
-    """A notification's payload: 10 to 30 bytes."""
+    """A notification's payload: about 30 bytes, and 10 more for each further span."""
     return _encoder.encode(written)
 
 
 def decode_written(payload: bytes) -> Written:
     """Raises RemoteProtocolError."""
-    if len(payload) > 128:
+    if len(payload) > MAX_WRITTEN_BYTES:
         raise RemoteProtocolError(f"a notification of {len(payload)} bytes")
     try:
         return _written.decode(payload)

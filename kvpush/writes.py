@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvpush import wire
 from kvpush.config import Config
-from kvpush.pushes import Push, Registration
+from kvpush.pushes import Leg, Push, Registration
 
 WRITES_TO_ONE_ENGINE = 2  # of the largest size: while one moves, the next is posted already
 
@@ -25,10 +25,10 @@ class Write:
     """One posted WRITE."""
 
     write_id: int
-    push: Push
+    leg: Leg
     registration: Registration
     generation: int
-    num_blocks: int
+    num_cells: int
     num_bytes: int
     counted_bytes: int  # in flight; 0 once it has stalled or is not tracked
 
@@ -36,12 +36,10 @@ class Write:
 class Writes:
     """Every WRITE of one pusher that may still land."""
 
-    def __init__(self, config: Config, block_len_bytes: int) -> None:
-        """``block_len_bytes``: one block over all layers."""
-        self.max_blocks = max(1, config.max_write_bytes // block_len_bytes)  # of one WRITE
-        self._block_len_bytes = block_len_bytes
+    def __init__(self, config: Config, least_len_bytes: int) -> None:
+        """``least_len_bytes``: of the largest thing that cannot be cut, one block over all layers."""
         self._max_bytes = config.max_in_flight_bytes
-        self._max_bytes_to_one = WRITES_TO_ONE_ENGINE * max(config.max_write_bytes, block_len_bytes)
+        self._max_bytes_to_one = WRITES_TO_ONE_ENGINE * max(config.max_write_bytes, least_len_bytes)
         self._max_doubtful = config.max_tombstones
         self._tracked: dict[int, Write] = {}
         self._doubtful: OrderedDict[int, Write] = OrderedDict()
@@ -50,26 +48,23 @@ class Writes:
         self._bytes_to: Counter[int] = Counter()  # generation -> bytes in flight to it
         self._last_write_id = 0
 
-    def has_room(self, generation: int, num_blocks: int) -> bool:
+    def has_room(self, generation: int, num_bytes: int) -> bool:
         """Whether one more WRITE may be posted now. An engine with nothing in flight may always have one, or a dead or
         busy one would hold up the others."""
         to_it = self._bytes_to[generation]
-        num_bytes = num_blocks * self._block_len_bytes
         is_within = to_it + num_bytes <= self._max_bytes_to_one and self._in_flight_bytes + num_bytes <= self._max_bytes
         return is_within or to_it == 0
 
-    def post(self, push: Push, generation: int, num_blocks: int) -> Write:
-        """A new WRITE for the push's registration. It ends with exactly one :meth:`prove` or :meth:`doubt`."""
-        assert push.registration is not None, "only a matched push is written"
+    def post(self, leg: Leg, generation: int, num_cells: int, num_bytes: int) -> Write:
+        """A new WRITE for the leg's registration. It ends with exactly one :meth:`prove` or :meth:`doubt`."""
         self._last_write_id += 1
-        num_bytes = num_blocks * self._block_len_bytes
-        write = Write(self._last_write_id, push, push.registration, generation, num_blocks, num_bytes, num_bytes)
+        write = Write(self._last_write_id, leg, leg.registration, generation, num_cells, num_bytes, num_bytes)
         self._tracked[write.write_id] = write
         self._in_flight_bytes += num_bytes
         self._bytes_to[generation] += num_bytes
         write.registration.num_unproven += 1
         self._unproven[_key(write.registration)] = write.registration
-        push.in_flight.add(write.write_id)
+        leg.in_flight.add(write.write_id)
         return write
 
     def stall(self, write_id: int) -> Write:
@@ -81,7 +76,7 @@ class Writes:
     def prove(self, write_id: int) -> Write:
         """It has ended: complete, or failed so that no byte of it lands later."""
         write = self._untrack(write_id)
-        write.push.in_flight.discard(write_id)
+        write.leg.in_flight.discard(write_id)
         self._forget(write)
         return write
 
@@ -105,7 +100,8 @@ class Writes:
 
     def tracked_of(self, push: Push) -> list[int]:
         """The ids of the push's WRITEs that the transport is still asked about."""
-        return [write_id for write_id in push.in_flight if write_id in self._tracked]
+        in_flight = (write_id for leg in push.legs.values() for write_id in leg.in_flight)
+        return [write_id for write_id in in_flight if write_id in self._tracked]
 
     def unproven(self, hello: wire.Hello, epoch: int) -> Registration | None:
         """The registration of this epoch of this decode engine, if a WRITE for it may still land."""
