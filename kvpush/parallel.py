@@ -78,8 +78,8 @@ def written_heads(prefill_tp: tuple[int, int], decode_tp: tuple[int, int], total
     """The heads that a prefill rank writes to a decode rank; both are ``(tp_rank, tp_size)``.
 
     Empty when they have none in common, or when another holder of the same head is the one to write it: every head of
-    every decode rank has exactly one writer. Copies at decode are spread over the copies at prefill, and between equally
-    parallel engines each rank writes to its like. Raises Incompatible as :func:`heads_of` does, and for
+    every decode rank has exactly one writer. Copies at decode are spread over the copies at prefill, and between
+    equally parallel engines each rank writes to its like. Raises Incompatible as :func:`heads_of` does, and for
     :data:`PER_RANK` with unequal sizes.
     """
     if total == PER_RANK:
