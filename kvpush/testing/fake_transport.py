@@ -210,6 +210,16 @@ class FakeFabric:
             if error.disconnected:
                 self.disconnect(write.writer, write.target)
 
+    def doubt(self, write: FakeWrite, error: TransportError | None = None) -> None:
+        """Let the writer's next poll raise ``error`` (default: write_failed), and keep the WRITE under way: its bytes may
+        land later, when nobody asks about it any more."""
+        with self._lock:
+            if write.state is not WriteState.in_flight:
+                raise UsageError(f"a write in state {write.state.value!r} cannot become doubtful")
+            write.error = error or TransportError(
+                FailureCode.write_failed, f"write to agent {write.target!r}: nobody knows what became of it"
+            )
+
     def stall(self, write: FakeWrite) -> None:
         """Hold the WRITE up until :meth:`resume`: it neither ends nor fails."""
         write.is_stalled = True
@@ -280,6 +290,11 @@ class FakeFabric:
     def heal(self, writer: str, target: str) -> None:
         """Undo :meth:`partition`."""
         self._partitions.discard((writer, target))
+
+    def heal_all(self) -> None:
+        """Undo every :meth:`partition`, and forget errors that :meth:`fail_next` still has in store."""
+        self._partitions.clear()
+        self._injected.clear()
 
     def disconnect(self, writer: str, target: str) -> None:
         """The connection broke: WRITEs in flight fail with ``peer_lost``, and so does every one posted to this remote.
@@ -526,6 +541,10 @@ class FakeTransport:
         self._check_usable()
         remote, posted = self._write(write)
         with self.fabric._lock:
+            if posted.state is WriteState.in_flight and posted.error is not None:
+                posted.is_abandoned = True
+                self._forget(write)
+                raise posted.error
             if posted.state is WriteState.in_flight:
                 injected = self.fabric._injected_error(self._agent_name, Operation.poll_write)
                 if injected is None:

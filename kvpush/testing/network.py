@@ -5,9 +5,11 @@ told once. Nothing moves by itself: every delivery is an item on the owner's age
 one), so that the owner decides when it happens.
 
 What can go wrong here is what goes wrong with TCP: nobody listens (:meth:`FakeNetwork.unlisten`), a connection breaks
-and what was under way is lost (:meth:`FakeNetwork.cut`), a path swallows everything until it is healed
-(:meth:`FakeNetwork.black_hole`), a path is slow (:meth:`FakeNetwork.delay`). A message may be looked at and replaced or
-dropped on its way (:attr:`FakeNetwork.tamper`), or kept until it is late (:attr:`FakeNetwork.hold`).
+and what was under way is lost (:meth:`FakeNetwork.cut`), or each side notices in its own time and hears what was under
+way after the next connection already stands (:meth:`FakeNetwork.sever`), a path swallows everything until it is healed
+(:meth:`FakeNetwork.black_hole`), a path is slow (:meth:`FakeNetwork.delay`), a send queue is full
+(:meth:`FakeNetwork.choke`). A message may be looked at and replaced or dropped on its way (:attr:`FakeNetwork.tamper`),
+lost or repeated (:attr:`FakeNetwork.mischief`), or kept until it is late (:attr:`FakeNetwork.hold`).
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ Address = tuple[str, int]
 Frames = list[bytes]
 Schedule = Callable[[float, Callable[[], None]], None]
 """Run an action after so many seconds."""
+Latency = Callable[[str, str], float]
+"""Of one delivery between two processes, named in either order."""
 
 
 class Party(Protocol):
@@ -62,6 +66,8 @@ class _Connection:
     dialer: _End
     listener: _End
     is_open: bool = True
+    is_severed: bool = False  # nothing new gets through; each end is told in its own time
+    is_pristine: bool = True  # no fault of any kind has touched it
 
     def other(self, end: _End) -> _End:
         return self.listener if end is self.dialer else self.dialer
@@ -70,8 +76,10 @@ class _Connection:
 class FakeNetwork:
     """All links of a world. ``latency_s`` is asked once for every delivery."""
 
-    def __init__(self, schedule: Schedule, latency_s: Callable[[], float]) -> None:
+    def __init__(self, schedule: Schedule, latency_s: Latency) -> None:
         self.tamper: Callable[[InTransit], Frames | None] | None = None  # the message to deliver; None loses it
+        self.mischief: Callable[[InTransit], list[Frames]] | None = None  # what to deliver in place of a message
+        self.watch: Callable[[InTransit, str], None] | None = None  # told what became of each message
         self.hold: Callable[[InTransit], bool] | None = None  # whether release() is to deliver it, late and out of turn
         self._held: list[tuple[_End, LinkMessage[Any]]] = []
         self._schedule = schedule
@@ -81,6 +89,7 @@ class FakeNetwork:
         self._dialing: set[tuple[Party, int]] = set()
         self._black_holes: set[frozenset[str]] = set()
         self._delays_s: dict[frozenset[str], float] = {}
+        self._choked: set[tuple[str, str]] = set()
         self._last_serial = 0
 
     # --- what the processes do ---------------------------------------------------------------------------------------
@@ -98,7 +107,9 @@ class FakeNetwork:
     def dial(self, party: Party, link: int, address: Address) -> None:
         """Connect. ``LinkOpened`` or ``LinkClosed`` follows, or silence when the path is a black hole."""
         self._dialing.add((party, link))
-        self._schedule(self._latency_s(), lambda: self._connect(party, link, address))
+        listener = self._listeners.get(address)
+        latency_s = self._latency_s(party.name, party.name if listener is None else listener.name)
+        self._schedule(latency_s, lambda: self._connect(party, link, address))
 
     def send(self, party: Party, link: Any, frames: Frames) -> bool:
         """Put a message on its way; ``False`` when the link is gone."""
@@ -107,9 +118,26 @@ class FakeNetwork:
             return False
         connection, end = found
         there = connection.other(end)
+        if (party.name, there.party.name) in self._choked:
+            self._choked.discard((party.name, there.party.name))
+            self.hang_up(party, link)
+            return False
+        if connection.is_severed:
+            self._watched(InTransit(party.name, there.party.name, frames), "lost")
+            return True
         there.queue.append(LinkMessage(there.link, frames))
         self._pump(connection, there)
         return True
+
+    def peer(self, party: Party, link: Any) -> Party | None:
+        """The process at the other end of a link, as long as this one has not been told that it is over."""
+        found = self._ends.get((party, link))
+        return None if found is None else found[0].other(found[1]).party
+
+    def is_pristine(self, party: Party, link: Any) -> bool:
+        """Whether the link stands and no fault has ever touched it."""
+        found = self._ends.get((party, link))
+        return found is not None and found[0].is_open and found[0].is_pristine
 
     def hang_up(self, party: Party, link: Any) -> None:
         """Close this end. What was sent before arrives; this side is told nothing more, the other that it is over."""
@@ -122,7 +150,8 @@ class FakeNetwork:
         end.queue.clear()
         if connection.is_open:
             connection.is_open = False
-            self._tell_closed(connection, connection.other(end), "closed by the peer")
+            if not connection.is_severed:
+                self._tell_closed(connection, connection.other(end), "closed by the peer")
 
     def leave(self, party: Party, *, in_order: bool = False) -> None:
         """The process is gone: it hears nothing more, and its peers' connections are reset.
@@ -139,6 +168,8 @@ class FakeNetwork:
             other = connection.other(end)
             if connection.is_open:
                 connection.is_open = False
+                if connection.is_severed:
+                    continue
                 if not in_order:
                     other.queue.clear()
                 self._tell_closed(connection, other, "closed by the peer" if in_order else "connection reset")
@@ -152,13 +183,44 @@ class FakeNetwork:
             connection.is_open = False
             broken += 1
             for end in (connection.dialer, connection.listener):
-                end.queue.clear()
+                self._lose(connection, end, 0)
                 self._tell_closed(connection, end, "connection reset")
         return broken
+
+    def sever(self, one: str, other: str, *, arriving: int, notice_s: tuple[float, float]) -> int:
+        """Break every link between two processes, and say how many. ``notice_s``: when the dialer and the listener are
+        told; until then what they send is lost in silence. The first ``arriving`` messages under way to each arrive
+        just before that, later than those of the link that may stand by then; the rest is lost."""
+        severed = self._between(one, other)
+        for connection in severed:
+            connection.is_severed, connection.is_pristine = True, False
+            for end, after_s in zip((connection.dialer, connection.listener), notice_s, strict=True):
+                late = self._lose(connection, end, arriving)
+                self._schedule(after_s, partial(self._notice, connection, end, late))
+        return len(severed)
+
+    def choke(self, sender: str, receiver: str) -> bool:
+        """The next message finds the send queue full, so its link ends. Whether there is a link."""
+        if not self._between(sender, receiver):
+            return False
+        self._choked.add((sender, receiver))
+        return True
+
+    def relax(self) -> None:
+        """End :meth:`choke`, :attr:`mischief` and :attr:`tamper`."""
+        self._choked.clear()
+        self.mischief = self.tamper = None
+
+    def disturb(self, name: str) -> None:
+        """A fault touches every link of a process, or a process itself."""
+        for connection, end in self._ends.values():
+            if end.party.name == name:
+                connection.is_pristine = False
 
     def black_hole(self, one: str, other: str) -> None:
         """Deliver nothing between the two until :meth:`heal`; nobody is told."""
         self._black_holes.add(frozenset((one, other)))
+        self._touch(one, other)
 
     def heal(self, one: str, other: str) -> None:
         """End a black hole: what waited in it is delivered."""
@@ -167,9 +229,18 @@ class FakeNetwork:
             if self._path(connection) == frozenset((one, other)):
                 self._pump(connection, end)
 
+    def heal_all(self) -> None:
+        """End every black hole and every delay."""
+        self._black_holes.clear()
+        self._delays_s.clear()
+        for connection, end in list(self._ends.values()):
+            self._pump(connection, end)
+
     def delay(self, one: str, other: str, delay_s: float) -> None:
         """Every delivery between the two takes that much longer from now on."""
         self._delays_s[frozenset((one, other))] = delay_s
+        if delay_s:
+            self._touch(one, other)
 
     def release(self) -> None:
         """Hold nothing back any more, and deliver what was held, to the links that are still up."""
@@ -177,7 +248,7 @@ class FakeNetwork:
         held, self._held = self._held, []
         for end, event in held:
             if end.is_told:
-                self._schedule(self._latency_s(), partial(end.party.link_event, event))
+                self._schedule(self._latency_s("held", end.party.name), partial(end.party.link_event, event))
 
     def num_links(self, one: str, other: str) -> int:
         """Links that stand between two processes."""
@@ -213,37 +284,74 @@ class FakeNetwork:
             return
         end.is_delivering = True
         delay_s = self._delays_s.get(self._path(connection), 0.0)
-        self._schedule(self._latency_s() + delay_s, lambda: self._deliver(connection, end))
+        latency_s = self._latency_s(connection.dialer.party.name, connection.listener.party.name)
+        self._schedule(latency_s + delay_s, lambda: self._deliver(connection, end))
 
     def _deliver(self, connection: _Connection, end: _End) -> None:
         end.is_delivering = False
         if not end.queue or not end.is_told or self._path(connection) in self._black_holes:
             return
-        event: LinkEvent[Any] | None = end.queue.popleft()
-        if isinstance(event, LinkClosed):
-            self._ends.pop((end.party, end.link), None)
-            end.is_told = False
-        elif isinstance(event, LinkMessage):
-            event = self._inspected(connection, end, event)
-        if event is not None:
+        event = end.queue.popleft()
+        if isinstance(event, LinkMessage):
+            for arrived in self._inspected(connection, end, event):
+                end.party.link_event(arrived)
+        else:
+            if isinstance(event, LinkClosed):
+                self._ends.pop((end.party, end.link), None)
+                end.is_told = False
             end.party.link_event(event)
         self._pump(connection, end)
 
-    def _inspected(self, connection: _Connection, end: _End, event: LinkMessage[Any]) -> LinkMessage[Any] | None:
+    def _inspected(self, connection: _Connection, end: _End, event: LinkMessage[Any]) -> list[LinkMessage[Any]]:
         message = InTransit(connection.other(end).party.name, end.party.name, event.frames)
         if self.hold is not None and self.hold(message):
+            connection.is_pristine = False
             self._held.append((end, event))
-            return None
+            self._watched(message, "held")
+            return []
         frames = message.frames if self.tamper is None else self.tamper(message)
-        return None if frames is None else LinkMessage(event.link, frames)
+        arrived = [] if frames is None else [frames]
+        if arrived and self.mischief is not None:
+            arrived = self.mischief(message)
+        if arrived != [message.frames]:
+            connection.is_pristine = False
+        self._watched(message, "lost" if not arrived else "duplicated" if len(arrived) > 1 else "delivered")
+        return [LinkMessage(event.link, frames) for frames in arrived]
+
+    def _watched(self, message: InTransit, fate: str) -> None:
+        if self.watch is not None:
+            self.watch(message, fate)
+
+    def _lose(self, connection: _Connection, end: _End, kept: int) -> list[LinkEvent[Any]]:
+        """Empty the queue to one end; all messages but the first few are lost."""
+        sender = connection.other(end).party.name
+        messages = [event for event in end.queue if isinstance(event, LinkMessage)]
+        for event in messages[kept:]:
+            self._watched(InTransit(sender, end.party.name, event.frames), "lost")
+        opened = [event for event in end.queue if isinstance(event, LinkOpened)]
+        end.queue.clear()
+        return [*opened, *messages[:kept]]
+
+    def _notice(self, connection: _Connection, end: _End, late: list[LinkEvent[Any]]) -> None:
+        """What came late arrives, and then the end of the link."""
+        end.queue.extend(late)
+        self._tell_closed(connection, end, "connection reset")
+
+    def _touch(self, one: str, other: str) -> None:
+        for connection in self._between(one, other):
+            connection.is_pristine = False
 
     def _between(self, one: str, other: str) -> list[_Connection]:
         path = frozenset((one, other))
         return [
             connection
             for connection, end in self._ends.values()
-            if end is connection.listener and connection.is_open and self._path(connection) == path
+            if end is connection.listener and self._is_whole(connection) and self._path(connection) == path
         ]
+
+    @staticmethod
+    def _is_whole(connection: _Connection) -> bool:
+        return connection.is_open and not connection.is_severed
 
     @staticmethod
     def _path(connection: _Connection) -> frozenset[str]:

@@ -1,0 +1,215 @@
+"""A decode engine in a world: its core, the effects of it, and its caller."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvpush import decode, wire
+from kvpush.config import Config
+from kvpush.errors import Failure, UsageError
+from kvpush.events import BlocksReleased, Outcome, ReceiveFinished
+from kvpush.link import LinkClosed, LinkEvent, LinkOpened
+from kvpush.testing.accounts import Receive
+from kvpush.testing.engine import Engine
+from kvpush.testing.memory import CANARY
+from kvpush.testing.violations import Violation
+
+if TYPE_CHECKING:
+    from kvpush.testing.prefill_engine import PrefillEngine
+    from kvpush.testing.world import World
+
+
+class DecodeEngine(Engine):
+    """Made by :meth:`World.decode`."""
+
+    def __init__(
+        self, world: World, engine_id: str, life: int, num_blocks: int, config: Config, clock_offset_s: float
+    ) -> None:
+        super().__init__(world, engine_id, life, "KBHND", num_blocks, config, clock_offset_s)
+        self.memory.fill(range(num_blocks), CANARY)
+        self.receives: list[Receive] = []
+        self.tainted: set[int] = set()  # blocks that a late WRITE has hit after they were given up unproven
+        self._open: dict[str, Receive] = {}
+        self._held: dict[str, deque[Receive]] = {}
+        self._by_epoch: dict[int, Receive] = {}
+        self._granted: dict[int, Receive] = {}
+        self.metadata = self.transport.metadata()
+        self.core: decode.DecodeCore = decode.DecodeCore(
+            self.identity, self.metadata, self.geometry, config, self.registry
+        )
+
+    # --- the caller --------------------------------------------------------------------------------------------------
+
+    def expect(
+        self,
+        transfer_id: str,
+        block_ids: Sequence[int],
+        source: PrefillEngine,
+        *,
+        first_block: int = 0,
+        deadline_s: float | None = None,
+    ) -> Receive:
+        """As ``DecodeReceiver.expect``."""
+        if transfer_id in self._open:
+            raise UsageError(f"{self!r}: {transfer_id!r} is expected already")
+        if taken := [block for block in block_ids if block in self._granted]:
+            raise UsageError(f"{self!r}: blocks {taken} belong to {self._granted[taken[0]]!r}")
+        limit_s = self.config.receive_deadline_s if deadline_s is None else deadline_s
+        receive = Receive(transfer_id, {first_block + i: block for i, block in enumerate(block_ids)})
+        receive.deadline_s = self.now_s() + limit_s
+        self.receives.append(receive)
+        self._open[transfer_id] = receive
+        self._granted |= dict.fromkeys(block_ids, receive)
+        self._called("expect", transfer_id, f"{list(block_ids)} from {first_block}, of {source.engine_id}")
+        self._perform(
+            self.core.expect(
+                transfer_id,
+                np.array(block_ids, dtype=np.int64),
+                address=source.address,
+                engine_id=source.engine_id,
+                first_block=first_block,
+                deadline_s=limit_s,
+                now_s=self.now_s(),
+            )
+        )
+        return receive
+
+    def cancel(self, transfer_id: str) -> None:
+        """As ``DecodeReceiver.cancel``."""
+        self._called("cancel", transfer_id)
+        if transfer_id in self._open:
+            self._open[transfer_id].is_cancelled = True
+        self._perform(self.core.cancel(transfer_id, self.now_s()))
+
+    def renew(self, transfer_ids: Sequence[str], source: PrefillEngine) -> None:
+        """As ``DecodeReceiver.renew``."""
+        self._called("renew", " ".join(transfer_ids))
+        self._perform(
+            self.core.renew(list(transfer_ids), address=source.address, engine_id=source.engine_id, now_s=self.now_s())
+        )
+
+    def close(self) -> None:
+        """As the loop ends."""
+        self._called("close", "")
+        self._perform(self.core.close(self.now_s()))
+        self.world.run_for(self.config.close_timeout_s, until=lambda: self.core.num_receives == 0)
+        self.transport.close()
+        self._perform(self.core.transport_closed(self.now_s()))
+        self.is_alive = False
+        self.world.network.leave(self, in_order=True)
+
+    def restart(self) -> DecodeEngine:
+        """Another process with the same id. The old one is killed if it lives."""
+        if self.is_alive:
+            self.kill()
+        return self.world.decode(self.engine_id, num_blocks=self.num_blocks, config=self.config)
+
+    def receive_of(self, epoch: int) -> Receive | None:
+        """The receive that was registered under this epoch."""
+        return self._by_epoch.get(epoch)
+
+    def open_receive(self, transfer_id: str) -> Receive | None:
+        """The one without an outcome."""
+        return self._open.get(transfer_id)
+
+    def is_held(self, transfer_id: str) -> bool:
+        """Whether blocks of an earlier use of this id are held."""
+        return transfer_id in self._held
+
+    def free_blocks(self) -> list[int]:
+        """Blocks that are the caller's."""
+        return [block for block in range(self.num_blocks) if block not in self._granted]
+
+    @property
+    def forbidden(self) -> list[int]:
+        """Blocks that must hold the canary now."""
+        return [block for block in range(self.num_blocks) if block not in self._granted and block not in self.tainted]
+
+    def _take(self, event: ReceiveFinished | BlocksReleased) -> None:
+        if isinstance(event, BlocksReleased):
+            held = self._held.get(event.transfer_id)
+            if not held:
+                reason = f"{self!r}: blocks of {event.transfer_id!r} are released, but none are held"
+                raise Violation("one-outcome", reason)
+            receive = held.popleft()
+            if not held:
+                del self._held[event.transfer_id]
+        else:
+            found = self._open.pop(event.transfer_id, None)
+            if found is None:
+                raise Violation("one-outcome", f"{self!r}: {event!r} is for no open receive")
+            receive = found
+            if not event.blocks_reusable:
+                self._held.setdefault(event.transfer_id, deque()).append(receive)
+        receive.take(event, self.now_s())
+        for observer in self.world.observers:
+            observer.emitted(self, receive, event)
+        if isinstance(event, ReceiveFinished) and event.outcome is Outcome.done:
+            self.world.oracle.check_received(self, receive)
+        if receive.is_free:
+            self.world.oracle.sink_freed(self, receive)
+            self._reuse(receive)
+
+    def _reuse(self, receive: Receive) -> None:
+        self.memory.fill(receive.block_ids.values(), CANARY)
+        for block in receive.block_ids.values():
+            del self._granted[block]
+            self.tainted.discard(block)
+
+    # --- the loop ----------------------------------------------------------------------------------------------------
+
+    def _handled(self, event: LinkEvent[Any]) -> list[decode.Effect]:
+        now_s = self.now_s()
+        if isinstance(event, LinkOpened):
+            return self.core.link_opened(event.link, now_s)
+        if isinstance(event, LinkClosed):
+            return self.core.link_closed(event.link, event.reason, now_s, refused=event.refused)
+        try:
+            message = wire.decode_to_decode(event.frames)
+        except Failure as exc:
+            return self.core.malformed(event.link, exc, now_s)
+        peer = self.world.peer_of(self, event.link)
+        for observer in self.world.observers:
+            observer.handled(self, peer, message)
+        return self.core.message(event.link, message, now_s)
+
+    def _look_at_transport(self) -> bool:
+        notifications = self.transport.notifications()
+        for notification in notifications:
+            self._perform(self.core.notified(notification.agent_name, notification.payload, self.now_s()))
+        return bool(notifications)
+
+    def _perform(self, effects: Iterable[decode.Effect]) -> None:
+        queue = deque(effects)
+        while queue:
+            effect = queue.popleft()
+            match effect:
+                case decode.Emit():
+                    self._take(effect.event)
+                case decode.Send():
+                    queue.extend(self._send(effect))
+                case decode.Dial():
+                    self.world.network.dial(self, effect.link, effect.address)
+                case decode.HangUp():
+                    self.world.network.hang_up(self, effect.link)
+
+    def _send(self, effect: decode.Send) -> list[decode.Effect]:
+        if isinstance(effect.message, wire.Register):
+            self._note_epoch(effect.message)
+        peer = self.world.peer_of(self, effect.link)
+        for observer in self.world.observers:
+            observer.sent(self, peer, effect.message)
+        if self.world.network.send(self, effect.link, wire.encode(effect.message)):
+            return []
+        reason = "its connection is gone, or it does not read"
+        return self.core.link_closed(effect.link, reason, self.now_s(), refused=False)
+
+    def _note_epoch(self, message: wire.Register) -> None:
+        receive = self._open.get(message.transfer_id)
+        if receive is not None and message.epoch not in self._by_epoch:
+            receive.epoch = message.epoch
+            self._by_epoch[message.epoch] = receive

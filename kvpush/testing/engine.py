@@ -1,0 +1,156 @@
+"""One life of one engine in a world: what a process is, whichever side it is on.
+
+It drives its core the way the loops of ``PrefillPusher`` and ``DecodeReceiver`` do: messages are encoded and decoded,
+effects are carried out in order, timers fire when they are due.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from kvpush import decode, prefill
+from kvpush.config import Config
+from kvpush.identity import Identity
+from kvpush.layout import KVCacheSpec, fingerprint, geometry_of, memory_ranges
+from kvpush.link import LinkEvent
+from kvpush.registry import Registry
+from kvpush.testing.fake_transport import FakeTransport
+from kvpush.testing.memory import Memory
+from kvpush.testing.violations import Violation
+
+if TYPE_CHECKING:
+    from kvpush.testing.world import World
+
+MAX_TICKS = 10_000  # of one engine at one instant: more is a timer that never gets past now
+ROUNDING_S = 1e-9  # between two clocks that are a million seconds apart
+
+
+class Engine(ABC):
+    """Made by :meth:`World.prefill` and :meth:`World.decode`."""
+
+    core: prefill.PrefillCore | decode.DecodeCore
+
+    def __init__(
+        self, world: World, engine_id: str, life: int, dims: str, num_blocks: int, config: Config, clock_offset_s: float
+    ) -> None:
+        self.world = world
+        self.clock_offset_s = clock_offset_s
+        self.engine_id = engine_id
+        self.config = config
+        self.num_blocks = num_blocks
+        self.is_alive = True
+        self.is_frozen = False
+        self.was_killed = False
+        self.life = life
+        self.memory = Memory(dims, num_blocks, world.num_layers)
+        spec = KVCacheSpec(dims=dims, model=world.model)
+        self.geometry = geometry_of(self.memory.tensors, spec)
+        self.identity = Identity(
+            engine_id,
+            incarnation=f"life {life}",
+            rank=spec.rank,
+            agent_name=f"{engine_id}/0.0#{life}",
+            fingerprint=fingerprint(self.geometry, spec),
+        )
+        self.registry = Registry(config, self.now_s, random.Random(f"{world.seed} {engine_id} {life}"))
+        self.transport: FakeTransport = world.fabric.transport(
+            self.identity.agent_name, self.geometry.memory, memory_ranges(self.geometry), config
+        )
+        self._inbox: deque[LinkEvent[Any]] = deque()
+
+    @property
+    def name(self) -> str:
+        """Its name on the network, which a restarted engine inherits."""
+        return self.engine_id
+
+    @property
+    def agent_name(self) -> str:
+        """Its name on the fabric, which no other life ever had."""
+        return self.identity.agent_name
+
+    @property
+    def is_running(self) -> bool:
+        """Alive and awake."""
+        return self.is_alive and not self.is_frozen
+
+    def now_s(self) -> float:
+        """Its own monotonic clock, which started at another time than everybody else's."""
+        return self.world.clock() + self.clock_offset_s
+
+    # --- the process -------------------------------------------------------------------------------------------------
+
+    def freeze(self) -> None:
+        """SIGSTOP: nothing of it runs; its links look alive."""
+        self.is_frozen = True
+        self.world.fabric.freeze(self.agent_name)
+        self.world.network.disturb(self.name)
+
+    def thaw(self, *, clock_stood_s: float = 0.0) -> None:
+        """SIGCONT: everything that waited comes at once. ``clock_stood_s``: its clock missed that much of the pause, as
+        a monotonic clock does when the whole machine is suspended."""
+        self.is_frozen = False
+        self.clock_offset_s -= clock_stood_s
+        self.world.fabric.thaw(self.agent_name)
+        self.world.resume_writes()
+
+    def kill(self) -> None:
+        """SIGKILL: its links are reset, its memory is gone."""
+        self.is_alive = False
+        self.was_killed = True
+        self._inbox.clear()
+        self.world.network.leave(self)
+        self.world.fabric.kill(self.agent_name)
+
+    def drop_engine(self, engine_id: str) -> None:
+        """The router knows that a remote engine is gone."""
+        self._called("drop_engine", "", engine_id)
+        self._perform(self.core.drop_engine(engine_id, self.now_s()))
+
+    def link_event(self, event: LinkEvent[Any]) -> None:
+        """From the network; looked at in the engine's next turn."""
+        if self.is_alive:
+            self._inbox.append(event)
+
+    def turn(self) -> bool:
+        """What a loop does in one turn. Whether something happened."""
+        if not self.is_running:
+            return False
+        has_progressed = bool(self._inbox)
+        while self._inbox:
+            self._perform(self._handled(self._inbox.popleft()))
+        has_progressed |= self._look_at_transport()
+        return has_progressed | self._tick()
+
+    def _tick(self) -> bool:
+        now_s = self.now_s()
+        for count in range(MAX_TICKS):
+            due_s = self.core.next_due_s()
+            if due_s is None or due_s > now_s:
+                return count > 0
+            self._perform(self.core.tick(now_s))
+        raise Violation("no-spinning", f"{self!r}: a timer is due now however often it fires")
+
+    def next_due_s(self) -> float | None:
+        """When :meth:`turn` has something to do by itself, on the world's clock."""
+        due_s = self.core.next_due_s() if self.is_running else None
+        return None if due_s is None else due_s - self.clock_offset_s + (ROUNDING_S if self.clock_offset_s else 0.0)
+
+    def _called(self, call: str, transfer_id: str, detail: str = "") -> None:
+        for observer in self.world.observers:
+            observer.called(self, call, transfer_id, detail)
+
+    @abstractmethod
+    def _handled(self, event: LinkEvent[Any]) -> list[Any]: ...
+
+    @abstractmethod
+    def _look_at_transport(self) -> bool: ...
+
+    @abstractmethod
+    def _perform(self, effects: Iterable[Any]) -> None: ...
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.engine_id!r} life {self.life}>"
