@@ -37,6 +37,7 @@ from kvpush.events import BlocksReleased, Outcome, ReceiveFinished, StaleReason
 from kvpush.identity import Identity
 from kvpush.layout import CacheGeometry, totals_of
 from kvpush.lifecycle import RECEIVE, ReceiveState, ReceiveTrigger
+from kvpush.parallel import Share, writers, written_heads
 from kvpush.registry import (
     Evicted,
     HandshakeTimedOut,
@@ -46,7 +47,6 @@ from kvpush.registry import (
     RetryDue,
     WentStale,
 )
-from kvpush.parallel import Share, written_heads, writers
 from kvpush.terms import group_terms, slot_range
 from kvpush.timers import Timers
 from kvpush.wire import Rank
@@ -469,7 +469,9 @@ class DecodeCore:
             self._dial_failed(prefill, Failure(FailureCode.wrong_engine, reason), now_s)
             return
         if message.share != prefill.share:
-            reason = f"prefill engine {prefill.engine_id!r} at {_shown(prefill.address)} is another rank: {message.share}"
+            reason = (
+                f"prefill engine {prefill.engine_id!r} at {_shown(prefill.address)} is another rank: {message.share}"
+            )
             self._dial_failed(prefill, Incompatible(reason), now_s)
             return
         self._registry.name_incarnation(prefill.generation, message.incarnation)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvpush import wire
@@ -44,11 +45,15 @@ def new_identity(engine_id: str, spec: KVCacheSpec, geometry: CacheGeometry) -> 
     if len(engine_id.encode()) > _MAX_SHOWN_BYTES:
         shown = f"{engine_id[:32]}~{hashlib.blake2b(engine_id.encode(), digest_size=8).hexdigest()}"
     agent_name = f"{shown}/{spec.pp_rank}.{spec.tp_rank}#{incarnation}"
-    holdings = tuple(
+    return Identity(engine_id, incarnation, spec.share, agent_name, fingerprint(geometry, spec), holdings_of(geometry))
+
+
+def holdings_of(geometry: CacheGeometry) -> tuple[wire.Holding, ...]:
+    """What a rank says it holds."""
+    return tuple(
         wire.Holding(group.name, group.block_size_tokens, tuple(layer.name for layer in group.layers))
         for group in geometry.groups
     )
-    return Identity(engine_id, incarnation, spec.share, agent_name, fingerprint(geometry, spec), holdings)
 
 
 def mismatch(ours: Identity, hello: wire.Hello) -> Failure | None:
@@ -60,7 +65,10 @@ def mismatch(ours: Identity, hello: wire.Hello) -> Failure | None:
             f"but {ours.engine_id!r} answers at this address",
         )
     differences = compare(
-        ours.fingerprint, hello.fingerprint, f"prefill engine {ours.engine_id!r}", f"decode {hello.engine_id!r}"
+        _shared(ours.fingerprint, hello.block_sizes_tokens),
+        _shared(hello.fingerprint, ours.block_sizes_tokens),
+        f"prefill engine {ours.engine_id!r}",
+        f"decode {hello.engine_id!r}",
     )
     if differences is not None:
         return Incompatible(differences)
@@ -70,6 +78,14 @@ def mismatch(ours: Identity, hello: wire.Hello) -> Failure | None:
             f"engine {ours.engine_id!r} is {_described(ours.share)} here: its source must name an address for each rank"
         )
     return None
+
+
+def _shared(fingerprint: Mapping[str, str], groups: Mapping[str, int]) -> dict[str, str]:
+    """Without the fields of groups that the other side has not: another stage of its pipeline may have them. That each
+    layer of decode is written by one is decode's to check, when it knows all stages."""
+    return {
+        field: value for field, value in fingerprint.items() if "." not in field or field.rpartition(".")[0] in groups
+    }
 
 
 def _described(share: Share) -> str:

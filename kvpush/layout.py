@@ -72,7 +72,7 @@ class MemoryRange:
 class KVGroup:
     """Layers of a cache that share one block table. Raises ConfigurationError naming the field and the value.
 
-    ``dims`` and ``total_kv_heads`` default to those of the spec. A group with the axes ``B`` and ``S`` is opaque state:
+    ``dims``, ``total_kv_heads`` and ``block_size_tokens`` default to those of the spec. A group with the axes ``B`` and ``S`` is opaque state:
     one block is copied whole, as one token, and nothing is known of its inside. Such state belongs to its
     tensor-parallel rank, so both sides must be equally parallel.
     """
@@ -81,6 +81,7 @@ class KVGroup:
     layers: Sequence[str]
     dims: str | None = None
     total_kv_heads: int | None = None
+    block_size_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -97,6 +98,8 @@ class KVGroup:
             _check_dims(self.dims)
         if self.total_kv_heads is not None:
             _check_count("total_kv_heads", self.total_kv_heads, least=1)
+        if self.block_size_tokens is not None:
+            _check_count("block_size_tokens", self.block_size_tokens, least=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,10 @@ class KVCacheSpec:
     ``total_kv_heads`` counts the model's KV heads over all tensor-parallel ranks; the default is the heads found here
     times ``tp_size``, which is wrong only where ranks hold copies of a head.
 
+    ``block_size_tokens`` is the engine's own block size where that is a multiple of the tensors' (one logical block is
+    several kernel blocks, one after the other): block ids and positions then count the engine's blocks. The default is
+    the size of the axis ``N``.
+
     ``groups`` says which layers share a block table, when not all of them do; every layer is in exactly one group.
     ``groups_share_memory`` permits layers of *different* groups to use the same bytes, for engines that give a page of
     memory to one group at a time: then a block of one group and a block of another may be the same page, and it is the
@@ -127,6 +134,7 @@ class KVCacheSpec:
     pp_rank: int = 0
     pp_size: int = 1
     total_kv_heads: int | None = None
+    block_size_tokens: int | None = None
     groups: Sequence[KVGroup] = ()
     groups_share_memory: bool = False
 
@@ -140,6 +148,8 @@ class KVCacheSpec:
         self._check_rank("pp_rank", "pp_size")
         if self.total_kv_heads is not None:
             _check_count("total_kv_heads", self.total_kv_heads, least=1)
+        if self.block_size_tokens is not None:
+            _check_count("block_size_tokens", self.block_size_tokens, least=1)
         if not isinstance(self.groups_share_memory, bool):
             raise ConfigurationError(f"groups_share_memory={self.groups_share_memory!r} must be True or False")
         self._check_groups()

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from kvpush.blocks import BlockIds, check_block_ids, slots_of
-from kvpush.errors import UsageError
-from kvpush.layout import CacheGeometry, KVCacheSpec
+from kvpush.errors import ConfigurationError, UsageError
+from kvpush.layout import CacheGeometry, GroupGeometry, KVCacheSpec
 
 MAX_POSITION = 2**31 - 1  # positions are uint32 on the wire, and slots are counted in 31 bits
 
@@ -51,10 +51,9 @@ class Placement:
 
     def __init__(self, geometry: CacheGeometry, spec: KVCacheSpec) -> None:
         """Raises ConfigurationError for logical blocks that are no multiple of those of the tensors."""
-        ratios = spec.kernel_blocks_per_block(geometry)
+        logical = {group.name: group.block_size_tokens for group in spec.groups if group.block_size_tokens}
         self._groups = tuple(
-            _Group(group.name, group.num_blocks // ratio, ratio)
-            for group, ratio in zip(geometry.groups, ratios, strict=True)
+            _group_of(group, logical.get(group.name, spec.block_size_tokens)) for group in geometry.groups
         )
         self._numbers = {group.name: number for number, group in enumerate(self._groups)}
 
@@ -101,10 +100,23 @@ class Placement:
         return ", ".join(repr(group.name) for group in self._groups)
 
 
+def _group_of(group: GroupGeometry, block_size_tokens: int | None) -> _Group:
+    kernel_size_tokens = group.block_size_tokens
+    if block_size_tokens is None or group.is_opaque:
+        return _Group(group.name, group.num_blocks, 1)
+    if block_size_tokens % kernel_size_tokens:
+        raise ConfigurationError(
+            f"block_size_tokens={block_size_tokens}: the tensors of group {group.name!r} have blocks of "
+            f"{kernel_size_tokens} tokens, and {block_size_tokens}/{kernel_size_tokens} is not a whole number"
+        )
+    ratio = block_size_tokens // kernel_size_tokens
+    return _Group(group.name, group.num_blocks // ratio, ratio)
+
+
 def _checked_position(first_block: Any, num_blocks: int, kernel_blocks: int, what: str) -> int:
     """The position of the first block, in units of the tensors."""
     if not isinstance(first_block, int | np.integer) or isinstance(first_block, bool):
         raise UsageError(f"{what}={first_block!r} must be a whole number")
-    if not 0 <= first_block or (int(first_block) + num_blocks) * kernel_blocks > MAX_POSITION:
+    if not first_block >= 0 or (int(first_block) + num_blocks) * kernel_blocks > MAX_POSITION:
         raise UsageError(f"{what}={first_block!r} and {num_blocks} blocks must lie within 0 to {MAX_POSITION}")
     return int(first_block) * kernel_blocks

@@ -429,9 +429,7 @@ class PrefillCore:
             return
         waiting = self._registrations.find(transfer_id, link.rank)
         if waiting is not None and waiting.is_of(link, message.epoch):
-            self._registrations.end(
-                transfer_id, FailureCode.cancelled_by_peer, message.reason, now_s, silent=waiting
-            )
+            self._registrations.end(transfer_id, FailureCode.cancelled_by_peer, message.reason, now_s, silent=waiting)
         if not is_owed:
             self._outbox.send(link, wire.Drained(transfer_id, message.epoch))
 
@@ -604,9 +602,7 @@ class PrefillCore:
             return
         self._timers.set(Stall(write_id), now_s + self._config.stall_timeout_s)
         spans = tuple(piece.span for piece in pieces)
-        notification = wire.encode_written(
-            wire.Written(wanted.epoch, self._identity.rank, pieces[0].chunk, spans)
-        )
+        notification = wire.encode_written(wire.Written(wanted.epoch, self._identity.rank, pieces[0].chunk, spans))
         self._outbox.add(PostWrite(write_id, peer, tuple(pieces), notification))
         self._outbox.send(wanted.link, wire.Writing(wanted.epoch))
 

@@ -32,14 +32,15 @@ from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
 from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
+from kvpush.peer import Peer, load, unload
 from kvpush.placement import GroupBlocks, Placement
-from kvpush.plan import PairPlan, check_writable, pair
+from kvpush.plan import check_writable
 from kvpush.prefill import PrefillCore
-from kvpush.pushes import Part, Piece
 from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send
+from kvpush.pushes import Part
 from kvpush.registry import Clock, Registry
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_setup, check_timeout
-from kvpush.transport import Indices, RemoteHandle, Transport, TransportFactory, WriteHandle
+from kvpush.transport import Transport, TransportFactory, WriteHandle
 
 BlockList = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
@@ -129,7 +130,7 @@ class PrefillPusher(Side[PushFinished, _Account]):
         config = config or Config()
         engine_id = check_engine_id(engine_id)
         geometry = geometry_of(kv_caches, spec)
-        check_writable(geometry, spec)  # complains before anything is opened
+        check_writable(geometry, min_tile_bytes=config.min_tile_bytes)  # complains before anything is opened
         placement = Placement(geometry, spec)
         identity = new_identity(engine_id, spec, geometry)
         endpoint = parse_listen(listen)
@@ -142,7 +143,9 @@ class PrefillPusher(Side[PushFinished, _Account]):
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
         self._placement = placement
         self._layers = {
-            layer.name: (number, i) for number, group in enumerate(geometry.groups) for i, layer in enumerate(group.layers)
+            layer.name: (number, i)
+            for number, group in enumerate(geometry.groups)
+            for i, layer in enumerate(group.layers)
         }
         self._all_layers = tuple((1 << len(group.layers)) - 1 for group in geometry.groups)
         self._is_draining = False
@@ -292,30 +295,6 @@ def _check_further(transfer_id: str, account: _Account, chunk: _Chunk) -> None:
                 f"push: transfer {transfer_id!r}: positions {new.first_block} to {new.end_block - 1} overlap "
                 f"{old.first_block} to {old.end_block - 1}, which an earlier chunk named (group {new.name!r})"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    """What the loop loaded for one generation of a decode engine."""
-
-    remote: RemoteHandle | None  # None when there is nothing to write to it
-    plan: PairPlan
-
-    def num_blocks(self, group: int) -> int:
-        return self.plan.groups[group].remote_num_blocks
-
-    def len_bytes(self, piece: Piece) -> int:
-        return self.plan.groups[piece.group].slot_len_bytes(piece.layers) * len(piece.local_slots)
-
-    def indices(self, pieces: Sequence[Piece]) -> tuple[Indices, Indices]:
-        """Of all cells of these pieces, in the local and in the remote list."""
-        pairs = [
-            self.plan.groups[piece.group].indices(piece.layers, piece.local_slots, piece.remote_slots)
-            for piece in pieces
-        ]
-        if len(pairs) == 1:
-            return pairs[0]
-        return np.concatenate([local for local, _ in pairs]), np.concatenate([remote for _, remote in pairs])
 
 
 class _PushLoop(Loop):
@@ -534,13 +513,13 @@ class _PushLoop(Loop):
             case LoadPeer():
                 return self._load(effect)
             case ReleasePeer():
-                if self._transport is not None and effect.peer.remote is not None:
-                    self._transport.remove_remote(effect.peer.remote)
+                if self._transport is not None:
+                    unload(effect.peer, self._transport)
         return []
 
     def _post(self, effect: PostWrite) -> list[Effect]:
         assert self._transport is not None
-        peer: _Peer = effect.peer
+        peer: Peer = effect.peer
         assert peer.remote is not None, "pieces without a byte are not posted"
         try:
             local, remote = peer.indices(effect.pieces)
@@ -560,18 +539,7 @@ class _PushLoop(Loop):
     def _load(self, effect: LoadPeer) -> list[Effect]:
         assert self._transport is not None
         try:
-            plan = pair(
-                self._geometry,
-                effect.geometry,
-                local_share=self._identity.share,
-                remote_share=effect.share,
-                min_tile_bytes=self._config.min_tile_bytes,
-            )
-            remote = None
-            if len(plan.local_rows):  # otherwise this stage holds none of the peer's layers
-                remote = self._transport.add_remote(
-                    effect.agent_name, effect.blob, effect.geometry.memory, plan.local_rows, plan.remote_rows
-                )
+            peer = load(effect, self._transport, self._geometry, self._identity.share, self._config.min_tile_bytes)
         except Exception as exc:  # noqa: BLE001  # likewise
             return self._core.peer_failed(effect.generation, effect.attempt, self._as_failure(exc), self._clock())
-        return self._core.peer_loaded(effect.generation, effect.attempt, _Peer(remote, plan), self._clock())
+        return self._core.peer_loaded(effect.generation, effect.attempt, peer, self._clock())

@@ -18,9 +18,9 @@ from kvpush.blocks import BlockIds, overlap, slots_of
 from kvpush.errors import FailureCode
 from kvpush.events import Outcome, PushFinished
 from kvpush.lifecycle import PUSH, PushState
-from kvpush.wire import Rank
 from kvpush.terms import GroupTerms, Slots, Wanted, wanted_slots
 from kvpush.tombstones import Tombstone
+from kvpush.wire import Rank
 
 LinkId = bytes
 

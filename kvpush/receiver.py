@@ -96,7 +96,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         config = config or Config()
         engine_id = check_engine_id(engine_id)
         geometry = geometry_of(kv_caches, spec)
-        check_writable(geometry, spec)  # complains before anything is opened
+        check_writable(geometry, min_tile_bytes=config.min_tile_bytes)  # complains before anything is opened
         self._placement = Placement(geometry, spec)
         identity = new_identity(engine_id, spec, geometry)
         registry = Registry(config, clock, random.Random())

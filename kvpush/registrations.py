@@ -10,10 +10,10 @@ from __future__ import annotations
 from kvpush.config import Config
 from kvpush.errors import Failure, FailureCode
 from kvpush.prefill_effects import Outbox
-from kvpush.wire import Rank
 from kvpush.pushes import Due, Leg, Push, Registration, RegistrationEnd, as_decode_sees_it, tombstone_of
 from kvpush.timers import Timers
 from kvpush.tombstones import Tombstone, Tombstones
+from kvpush.wire import Rank
 
 # What ends a registration says nothing about the transfer: another engine, or the same one later, may ask for it.
 _LEAVE_THE_PUSH_ALONE = (FailureCode.closing, FailureCode.engine_dropped, FailureCode.queue_full)
@@ -61,7 +61,9 @@ class Registrations:
         self._remove(registration)
         registration.unlink()
 
-    def end(self, transfer_id: str, code: FailureCode, reason: str, now_s: float, *, silent: Registration | None) -> None:
+    def end(
+        self, transfer_id: str, code: FailureCode, reason: str, now_s: float, *, silent: Registration | None
+    ) -> None:
         """A transfer that waits ends, and the push that may still come ends with it. Decode is told on each of its
         ranks but ``silent``, which asked for it and is answered otherwise."""
         registrations = self.waiting_for(transfer_id)

@@ -187,9 +187,7 @@ class Registry:
             self._check_room(engine_id, current)
             return self._replace(current, (engine_id, rank), incarnation, address, now_s, effects), effects
 
-    def admit_address(
-        self, engine_id: str, address: str, rank: Rank = ONLY_RANK
-    ) -> tuple[int, list[RegistryEffect]]:
+    def admit_address(self, engine_id: str, address: str, rank: Rank = ONLY_RANK) -> tuple[int, list[RegistryEffect]]:
         """As :meth:`admit`, for decode, which knows an address before it knows who answers there."""
         effects: list[RegistryEffect] = []
         with self._lock:

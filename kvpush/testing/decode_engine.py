@@ -12,6 +12,7 @@ from kvpush import decode, wire
 from kvpush.config import Config
 from kvpush.errors import Failure, UsageError
 from kvpush.events import BlocksReleased, Outcome, ReceiveFinished
+from kvpush.layout import DEFAULT_GROUP
 from kvpush.link import LinkClosed, LinkEvent, LinkOpened
 from kvpush.testing.accounts import Receive
 from kvpush.testing.engine import Engine
@@ -68,10 +69,9 @@ class DecodeEngine(Engine):
         self._perform(
             self.core.expect(
                 transfer_id,
-                np.array(block_ids, dtype=np.int64),
-                address=source.address,
-                engine_id=source.engine_id,
-                first_block=first_block,
+                (decode.Place(DEFAULT_GROUP, first_block, np.array(block_ids, dtype=np.int64)),),
+                num_blocks=len(block_ids),
+                source=_source(source),
                 deadline_s=limit_s,
                 now_s=self.now_s(),
             )
@@ -88,9 +88,7 @@ class DecodeEngine(Engine):
     def renew(self, transfer_ids: Sequence[str], source: PrefillEngine) -> None:
         """As ``DecodeReceiver.renew``."""
         self._called("renew", " ".join(transfer_ids))
-        self._perform(
-            self.core.renew(list(transfer_ids), address=source.address, engine_id=source.engine_id, now_s=self.now_s())
-        )
+        self._perform(self.core.renew(list(transfer_ids), source=_source(source), now_s=self.now_s()))
 
     def close(self) -> None:
         """As the loop ends."""
@@ -213,3 +211,7 @@ class DecodeEngine(Engine):
         if receive is not None and message.epoch not in self._by_epoch:
             receive.epoch = message.epoch
             self._by_epoch[message.epoch] = receive
+
+
+def _source(engine: PrefillEngine) -> decode.Source:
+    return decode.Source(engine.engine_id, 1, 1, {(0, 0): engine.address})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpush import decode, prefill
 from kvpush.config import Config
-from kvpush.identity import Identity
+from kvpush.identity import Identity, holdings_of
 from kvpush.layout import KVCacheSpec, fingerprint, geometry_of, memory_ranges
 from kvpush.link import LinkEvent
 from kvpush.registry import Registry
@@ -52,9 +52,10 @@ class Engine(ABC):
         self.identity = Identity(
             engine_id,
             incarnation=f"life {life}",
-            rank=spec.rank,
+            share=spec.share,
             agent_name=f"{engine_id}/0.0#{life}",
             fingerprint=fingerprint(self.geometry, spec),
+            holdings=holdings_of(self.geometry),
         )
         self.registry = Registry(config, self.now_s, random.Random(f"{world.seed} {engine_id} {life}"))
         self.transport: FakeTransport = world.fabric.transport(

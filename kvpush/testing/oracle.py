@@ -39,7 +39,8 @@ class Grant:
     @property
     def positions(self) -> list[int]:
         """Those that it fills."""
-        return list(range(self.written.first_block, self.written.first_block + self.written.num_blocks))
+        spans = self.written.spans
+        return [slot for span in spans for slot in range(span.first_slot, span.first_slot + span.num_slots)]
 
 
 class Oracle:
@@ -159,9 +160,17 @@ class Oracle:
 def _blocks(
     engine: PrefillEngine | DecodeEngine, addresses: npt.NDArray[np.uint64], written: wire.Written
 ) -> list[int]:
-    """The block of each position; a WRITE has one segment a row for each."""
-    blocks = [engine.memory.block_at[address] for address in addresses.tolist()]
-    one_row = blocks[: written.num_blocks]
-    if blocks != one_row * (len(blocks) // written.num_blocks):
-        raise Violation("only-granted-blocks", f"{engine!r}: the rows of one WRITE name different blocks: {blocks}")
-    return one_row
+    """The block of each position; span by span, a WRITE has one segment a row for each."""
+    segments = [engine.memory.block_at[address] for address in addresses.tolist()]
+    num_rows = len(segments) // sum(span.num_slots for span in written.spans)
+    blocks: list[int] = []
+    start = 0
+    for span in written.spans:
+        of_span = segments[start : start + num_rows * span.num_slots]
+        start += len(of_span)
+        one_row = of_span[: span.num_slots]
+        if of_span != one_row * num_rows:
+            reason = f"{engine!r}: the rows of one WRITE name different blocks: {of_span}"
+            raise Violation("only-granted-blocks", reason)
+        blocks += one_row
+    return blocks

@@ -4,38 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpush import prefill, prefill_effects, wire
+from kvpush import peer, prefill, prefill_effects, wire
 from kvpush.config import Config
 from kvpush.errors import Failure, TransportError, UsageError
 from kvpush.events import BlocksReleased, PushFinished
 from kvpush.link import LinkClosed, LinkEvent, LinkOpened
-from kvpush.plan import PairPlan, pair
+from kvpush.pushes import Part
 from kvpush.testing.accounts import Push
 from kvpush.testing.engine import Engine
 from kvpush.testing.memory import SCRIBBLE
 from kvpush.testing.network import Address
 from kvpush.testing.violations import Violation
-from kvpush.transport import RemoteHandle, WriteHandle
+from kvpush.transport import WriteHandle
 
 if TYPE_CHECKING:
     from kvpush.testing.world import World
-
-
-@dataclass(slots=True)
-class _Peer:
-    """As the pusher's: what was loaded for one generation of a decode engine."""
-
-    remote: RemoteHandle
-    plan: PairPlan
-
-    @property
-    def num_blocks(self) -> int:
-        return self.plan.remote_num_blocks
 
 
 class PrefillEngine(Engine):
@@ -59,8 +46,7 @@ class PrefillEngine(Engine):
         self._held: dict[str, deque[Push]] = {}
         self._owners: dict[int, Push] = {}  # block -> the push that it is lent to
         self._handles: dict[int, WriteHandle] = {}
-        block_len_bytes = pair(self.geometry, self.geometry).block_len_bytes
-        self.core: prefill.PrefillCore = prefill.PrefillCore(self.identity, config, self.registry, block_len_bytes)
+        self.core: prefill.PrefillCore = prefill.PrefillCore(self.identity, config, self.registry, self.geometry)
         world.network.listen(address, self)
 
     # --- the caller --------------------------------------------------------------------------------------------------
@@ -93,8 +79,7 @@ class PrefillEngine(Engine):
         self._perform(
             self.core.push(
                 transfer_id,
-                first_block,
-                np.array(block_ids, dtype=np.int64),
+                (Part(0, (range(self.world.num_layers),), first_block, np.array(block_ids, dtype=np.int64)),),
                 last=last,
                 fenced=fenced,
                 now_s=self.now_s(),
@@ -206,9 +191,9 @@ class PrefillEngine(Engine):
             message = wire.decode_to_prefill(event.frames)
         except Failure as exc:
             return self.core.malformed(event.link, exc, now_s)
-        peer = self.world.peer_of(self, event.link)
+        sender = self.world.peer_of(self, event.link)
         for observer in self.world.observers:
-            observer.handled(self, peer, message)
+            observer.handled(self, sender, message)
         return self.core.message(event.link, message, now_s)
 
     def _look_at_transport(self) -> bool:
@@ -247,22 +232,22 @@ class PrefillEngine(Engine):
                 case prefill_effects.LoadPeer():
                     queue.extend(self._load(effect))
                 case prefill_effects.ReleasePeer():
-                    self.transport.remove_remote(effect.peer.remote)
+                    peer.unload(effect.peer, self.transport)
 
     def _send(self, effect: prefill_effects.Send) -> list[prefill_effects.Effect]:
-        peer = self.world.peer_of(self, effect.link)
+        receiver = self.world.peer_of(self, effect.link)
         for observer in self.world.observers:
-            observer.sent(self, peer, effect.message)
+            observer.sent(self, receiver, effect.message)
         if self.world.network.send(self, effect.link, wire.encode(effect.message)):
             return []
         return self.core.link_closed(effect.link, "its connection is gone, or it does not read", self.now_s())
 
     def _post(self, effect: prefill_effects.PostWrite) -> list[prefill_effects.Effect]:
-        peer: _Peer = effect.peer
-        local, remote = peer.plan.local_indices(effect.local_ids), peer.plan.remote_indices(effect.remote_ids)
+        loaded: peer.Peer = effect.peer
+        assert loaded.remote is not None, "pieces without a byte are not posted"
         self.world.posting(self, effect.write_id)
         try:
-            handle = self.transport.post_write(peer.remote, local, remote, effect.notification)
+            handle = self.transport.post_write(loaded.remote, *loaded.indices(effect.pieces), effect.notification)
         except Failure as exc:
             return self.core.write_settled(effect.write_id, exc, self.now_s())
         self._handles[effect.write_id] = handle
@@ -272,13 +257,10 @@ class PrefillEngine(Engine):
         now_s = self.now_s()
         self.world.oracle.loads(self, effect)
         try:
-            plan = pair(self.geometry, effect.geometry)
-            remote = self.transport.add_remote(
-                effect.agent_name, effect.blob, effect.geometry.memory, plan.local_rows, plan.remote_rows
-            )
+            loaded = peer.load(effect, self.transport, self.geometry, self.identity.share, self.config.min_tile_bytes)
         except Failure as exc:
             return self.core.peer_failed(effect.generation, effect.attempt, exc, now_s)
-        return self.core.peer_loaded(effect.generation, effect.attempt, _Peer(remote, plan), now_s)
+        return self.core.peer_loaded(effect.generation, effect.attempt, loaded, now_s)
 
 
 def _shown(positions: dict[int, int], *, last: bool, fenced: bool) -> str:
