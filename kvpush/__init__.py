@@ -31,7 +31,7 @@ from kvpush.events import (
 from kvpush.lifecycle import State
 
 if TYPE_CHECKING:
-    from kvpush.layout import KVCacheSpec
+    from kvpush.layout import KVCacheSpec, KVGroup
     from kvpush.loop import Health
     from kvpush.pusher import PrefillPusher
     from kvpush.receiver import DecodeReceiver
@@ -54,6 +54,7 @@ __all__ = [
     "IllegalTransition",
     "Incompatible",
     "KVCacheSpec",
+    "KVGroup",
     "KvpushError",
     "Outcome",
     "PrefillPusher",
@@ -76,6 +77,7 @@ _LAZY = {
     "DecodeReceiver": "kvpush.receiver",
     "Health": "kvpush.loop",
     "KVCacheSpec": "kvpush.layout",
+    "KVGroup": "kvpush.layout",
     "PrefillPusher": "kvpush.pusher",
 }
 

@@ -162,12 +162,11 @@ class _Receive:
     @property
     def progress(self) -> str:
         """For people."""
-        legs = self.legs.values()
-        missing = [leg for leg in legs if not leg.is_complete]
-        if len(legs) == 1:
-            return missing[0].progress if missing else "everything"
-        ranks = ", ".join(f"{leg.rank}: {leg.progress}" for leg in missing[:8])
-        return f"{len(legs) - len(missing)} of {len(legs)} ranks' parts (of rank (pp, tp) {ranks})"
+        missing = [leg for leg in self.legs.values() if not leg.is_complete]
+        if len(self.legs) == 1:
+            return missing[0].progress
+        ranks = "; ".join(f"of {leg.rank} {leg.progress}" for leg in missing[:8])
+        return f"the parts of {len(self.legs) - len(missing)} of {len(self.legs)} ranks (pp, tp) ({ranks})"
 
 
 @dataclass(slots=True, eq=False)
@@ -204,10 +203,12 @@ class _Leg:
     @property
     def progress(self) -> str:
         """For people."""
-        num_cells = sum(each.num_layers * each.num_slots for each in self.arrivals.values())
         if self.registered_with is None:
-            return "not registered"
-        return f"{num_cells - self.num_missing} of {num_cells} cells (slots times layers)"
+            return f"0 of {self.receive.num_blocks} blocks"
+        num_blocks = self.receive.num_blocks
+        num_cells = sum(each.num_layers * each.num_slots for each in self.arrivals.values())
+        arrived = num_blocks * (num_cells - self.num_missing) // max(1, num_cells)
+        return f"{arrived} of {num_blocks} blocks"
 
 
 @dataclass(slots=True, eq=False)

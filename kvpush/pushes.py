@@ -255,9 +255,8 @@ class Leg:
             for want in wanted.wants
         )
         return (
-            f"transfer {self.transfer_id!r}: decode engine {wanted.engine_id!r} asks for {asked}; prefill pushed "
-            f"{self.push.held_blocks}, which cover {self.covered_cells} of its {self.wanted_cells} cells "
-            "(slots times layers)"
+            f"transfer {self.transfer_id!r}: decode engine {wanted.engine_id!r} asks for {asked}, prefill pushed "
+            f"{self.push.held_blocks}, which cover {wanted.num_blocks * self.covered_cells // self.wanted_cells} of these"
         )
 
 
