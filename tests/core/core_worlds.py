@@ -1,7 +1,10 @@
 """What the tests of the two cores share: short times, a world with one pair in it, and messages by name."""
 
+import numpy as np
+
 from kvpush import wire
 from kvpush.config import Config
+from kvpush.layout import DEFAULT_GROUP
 from kvpush.testing import World
 
 # Short enough that a test reads well; heartbeats, stall, hold, lease and deadline follow each other in this order.
@@ -89,6 +92,24 @@ def replace(kind, change):
         return wire.encode(change(found)) if isinstance(found, kind) else message.frames
 
     return tamper
+
+
+def register(transfer_id, epoch, block_ids, first_block=0, remaining_ms=10_000, group=DEFAULT_GROUP):
+    """A Register with one list of blocks: ids, or bytes that are sent as they are."""
+    packed = block_ids if isinstance(block_ids, bytes) else wire.pack_block_ids(np.array(block_ids, dtype=np.int64))
+    return wire.Register(transfer_id, epoch, (wire.Want(group, first_block, packed),), remaining_ms)
+
+
+def written(epoch, *spans, rank=(0, 0), num_layers=2, chunk=0):
+    """A notification's payload. A span is (first slot, number of slots) of all layers of the only group, or whole."""
+    whole = tuple(wire.Span(0, 0, num_layers, *span) if len(span) == 2 else wire.Span(*span) for span in spans)
+    return wire.encode_written(wire.Written(epoch, rank, chunk, whole))
+
+
+def welcome_of(prefill):
+    """What this prefill engine says to those that it accepts."""
+    ours = prefill.identity
+    return wire.Welcome(ours.engine_id, ours.incarnation, ours.share, ours.holdings, ours.agent_name)
 
 
 def only_engine(owner):

@@ -16,6 +16,8 @@ from core_worlds import (
     replace,
     run_to_the_end,
     states,
+    welcome_of,
+    written,
 )
 
 from kvpush import wire
@@ -34,10 +36,10 @@ def tell(decode, message, link=None):
     decode._perform(decode.core.message(link or only_link(decode), message, decode.world.clock()))
 
 
-def notify(decode, prefill, epoch, first_block, num_blocks):
+def notify(decode, prefill, epoch, *spans):
     """A notification that no WRITE sent."""
-    payload = wire.encode_written(wire.Written(epoch, (0, 0), 0, first_block, num_blocks))
-    decode.world.fabric.notify(decode.identity.agent_name, Notification(prefill.identity.agent_name, payload))
+    notification = Notification(prefill.identity.agent_name, written(epoch, *spans))
+    decode.world.fabric.notify(decode.identity.agent_name, notification)
     decode.world.advance(SOON_S)
 
 
@@ -103,8 +105,7 @@ def test_rule06_a_welcome_that_comes_too_late_changes_nothing():
     receive = decode.expect("t", [7], prefill)
     world.settle(SETTLED_S)
     link = decode.core._last_link
-    prefill_says = wire.Welcome("p0", "life 1", (0, 0), "p0/0.0#1")
-    assert decode.core.message(link, prefill_says, world.clock()) == []
+    assert decode.core.message(link, welcome_of(prefill), world.clock()) == []
     assert decode.core.counters["messages_late"] == 1
     assert only_engine(decode).state == "unknown"
     assert receive.code == "handshake_timeout"
@@ -132,10 +133,10 @@ def test_d11_positions_are_counted_and_not_messages():
     receive = decode.expect("t", [7, 8, 9], prefill, first_block=4)
     world.advance(SOON_S)
     for _ in range(5):
-        notify(decode, prefill, receive.epoch, 5, 1)
+        notify(decode, prefill, receive.epoch, (5, 1))
     assert not receive.is_over
-    for first_block, num_blocks in ((3, 1), (0, 2), (6, 2), (7, 1), (4, 4)):
-        notify(decode, prefill, receive.epoch, first_block, num_blocks)
+    for span in ((3, 1), (0, 2), (6, 2), (7, 1), (4, 4)):
+        notify(decode, prefill, receive.epoch, span)
     assert decode.core.counters["notifications_malformed"] == 5
     assert not receive.is_over
     prefill.push("t", list(range(7)))
@@ -146,9 +147,9 @@ def test_d11_positions_are_counted_and_not_messages():
 def test_rule17_junk_notifications_and_messages_are_counted_and_the_next_one_works():
     world, prefill, decode = make_connected()
     agent = prefill.identity.agent_name
-    for payload in (b"", b"\xc1", b"x" * 1000, b"\x90"):
+    for payload in (b"", b"\xc1", b"x" * (wire.MAX_WRITTEN_BYTES + 1), b"\x90"):
         world.fabric.notify(decode.identity.agent_name, Notification(agent, payload))
-    notify(decode, prefill, 10**6, 0, 1)
+    notify(decode, prefill, 10**6, (0, 1))
     (link,) = prefill.core._links
     for frames in ([], [b"junk"], [b"kvpush/1", b"\xc1"]):
         world.network.send(prefill, link, frames)
@@ -168,7 +169,7 @@ def test_rule17_messages_about_nothing_change_nothing():
     tell(decode, wire.Failed("t", 999, FailureCode.internal, "no such epoch", settled=True))
     tell(decode, wire.Drained("t", 999))
     tell(decode, wire.Drained("t", receive.epoch))  # of a receive that did not ask
-    tell(decode, wire.Welcome("p0", "life 1", (0, 0), "p0/0.0#1"))
+    tell(decode, welcome_of(prefill))
     tell(decode, wire.Refused(FailureCode.malformed, "one of your messages"))
     assert not receive.is_over
     prefill.push("t", [3])
@@ -185,7 +186,7 @@ def test_rule19_prefill_ends_only_its_own_receives():
     world.advance(SOON_S)
     (others,) = [link for link, prefill in decode.core._links.items() if prefill.engine_id == "p1"]
     tell(decode, wire.Failed("t", receive.epoch, FailureCode.internal, "not mine", settled=True), others)
-    notify(decode, other, receive.epoch, 0, 1)
+    notify(decode, other, receive.epoch, (0, 1))
     assert not receive.is_over
     mine.push("t", [3])
     run_to_the_end(world)

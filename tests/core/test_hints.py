@@ -107,7 +107,7 @@ def test_a_stalled_write_is_forgotten_with_its_hold():
 def test_hints_of_unknown_receives_change_nothing():
     world, prefill, decode = make_connected()
     (link,) = decode.core._links
-    assert decode.core.message(link, wire.Writing(999, 5), world.clock()) == []
+    assert decode.core.message(link, wire.Writing(999), world.clock()) == []
     assert is_forgotten(decode)
     run_to_the_end(world)
 

@@ -146,7 +146,9 @@ def test_drained_is_not_said_for_another_engine_that_names_the_same_incarnation(
 def test_two_chunks_one_in_doubt_and_one_stalled_are_both_given_up():
     world, prefill, decode = make_connected()
     world.hold_writes = True
-    receive, push = decode.expect("t", [7, 8], prefill), prefill.push("t", [3], last=False)
+    receive = decode.expect("t", [7, 8], prefill)
+    world.advance(SOON_S)  # registered: each chunk is a WRITE of its own
+    push = prefill.push("t", [3], last=False)
     prefill.push("t", [4], first_block=1)
     world.advance(SOON_S)
     one, two = world.writes

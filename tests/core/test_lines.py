@@ -1,32 +1,37 @@
 """Lines and the room in flight, by themselves."""
 
-import numpy as np
 import pytest
 from core_worlds import make_config
 
 from kvpush import wire
 from kvpush.lines import Lines
-from kvpush.pushes import Link, Push, Registration
+from kvpush.parallel import Share
+from kvpush.pushes import Leg, Link, Push, Registration
 from kvpush.writes import Writes
 
 
-def make_push(name="t"):
-    return Push(name, opened_s=0.0, lease_until_s=1.0)
+def make_leg(name="t", epoch=1, engine_id="d0"):
+    """A push with one leg."""
+    hello = wire.Hello(engine_id, "life 1", Share(), "p0", Share(), {}, {}, f"{engine_id}/0.0#1")
+    link = Link(b"1", hello, frozenset({(0, 0)}), {})
+    push = Push(name, opened_s=0.0, lease_until_s=1.0)
+    leg = push.legs[link.rank] = Leg(push, Registration(link, name, epoch, (), due_s=1.0), {})
+    return leg
 
 
 def in_line(lines, generation, *names):
     for name in names:
-        lines.join(make_push(name), generation)
+        lines.join(make_leg(name), generation)
 
 
-def serve(lines, can_post=lambda push, generation: True):
+def serve(lines, can_post=lambda leg, generation: True):
     """What is served, in order; everybody has one piece."""
     served = []
 
-    def post_next(push, generation):
-        if not can_post(push, generation):
+    def post_next(leg, generation):
+        if not can_post(leg, generation):
             return False
-        served.append(push.transfer_id)
+        served.append(leg.transfer_id)
         lines.leave(generation)
         return True
 
@@ -47,7 +52,7 @@ def test_a_line_that_cannot_go_on_holds_up_nobody():
     lines = Lines(4)
     in_line(lines, 1, "a1", "a2")
     in_line(lines, 2, "b1", "b2")
-    assert serve(lines, lambda push, generation: generation == 2) == ["b1", "b2"]
+    assert serve(lines, lambda leg, generation: generation == 2) == ["b1", "b2"]
     assert serve(lines) == ["a1", "a2"]
 
 
@@ -58,18 +63,18 @@ def test_the_turn_goes_on_where_it_stopped():
     served = []
     for _ in range(9):
         room = [1]
-        served += serve(lines, lambda push, generation, room=room: room and room.pop())
+        served += serve(lines, lambda leg, generation, room=room: room and room.pop())
     assert [name[0] for name in served] == list("123") * 3
 
 
 def test_a_push_stands_in_one_line_once():
     lines = Lines(4)
-    push = make_push()
-    lines.join(push, 1)
-    lines.join(push, 1)
+    leg = make_leg()
+    lines.join(leg, 1)
+    lines.join(leg, 1)
     assert lines.gauges()["pushes_in_lines"] == 1
     lines.leave(1)
-    assert not push.is_queued
+    assert not leg.is_queued
 
 
 def test_a_line_may_be_served_from_within():
@@ -78,8 +83,8 @@ def test_a_line_may_be_served_from_within():
     in_line(lines, 1, "a1", "a2")
     served = []
 
-    def post_next(push, generation):
-        served.append(push.transfer_id)
+    def post_next(leg, generation):
+        served.append(leg.transfer_id)
         lines.leave(generation)
         if generation == 1:
             for waiting in lines.disband(1):
@@ -93,24 +98,24 @@ def test_a_line_may_be_served_from_within():
 
 def test_behind_a_handshake_there_is_room_for_so_many_and_they_leave_together():
     lines = Lines(2)
-    pushes = [make_push(name) for name in "ab"]
-    for push in pushes:
+    legs = [make_leg(name) for name in "ab"]
+    for leg in legs:
         assert lines.has_room_behind(1)
-        push.generation = 1
-        lines.defer(push, 1)
+        leg.generation = 1
+        lines.defer(leg, 1)
     assert not lines.has_room_behind(1)
     assert lines.has_room_behind(2)
-    assert lines.is_deferred(pushes[0], 1)
-    lines.undefer(pushes[0])
-    lines.undefer(pushes[0])
-    assert lines.deferred(1) == lines.take_deferred(1) == [pushes[1]]
+    assert lines.is_deferred(legs[0], 1)
+    lines.undefer(legs[0])
+    lines.undefer(legs[0])
+    assert lines.deferred(1) == lines.take_deferred(1) == [legs[1]]
     assert lines.take_deferred(1) == []
     assert lines.gauges() == {"pushes_behind_handshakes": 0, "pushes_in_lines": 0}
 
 
 def test_whoever_waits_for_an_engine_that_is_over_waits_no_more():
     lines = Lines(2)
-    deferred, queued = make_push("deferred"), make_push("queued")
+    deferred, queued = make_leg("deferred"), make_leg("queued")
     deferred.generation = 1
     lines.defer(deferred, 1)
     lines.join(queued, 1)
@@ -122,63 +127,70 @@ def test_whoever_waits_for_an_engine_that_is_over_waits_no_more():
 # --- room in flight --------------------------------------------------------------------------------------------------
 
 
-def make_matched(epoch=1, engine_id="d0"):
-    hello = wire.Hello(engine_id, "life 1", (0, 0), "p0", {}, f"{engine_id}/0.0#1")
-    push = make_push(f"t{epoch}")
-    push.registration = Registration(Link(b"1", hello), push.transfer_id, epoch, 0, np.arange(8), 1.0)
-    return push
+BLOCK_BYTES = 10
+
+
+def make_matched(epoch=1):
+    return make_leg(f"t{epoch}", epoch)
+
+
+def post(writes, leg, generation, num_blocks):
+    return writes.post(leg, generation, num_cells=2 * num_blocks, num_bytes=BLOCK_BYTES * num_blocks)
+
+
+def has_room(writes, generation, num_blocks):
+    return writes.has_room(generation, BLOCK_BYTES * num_blocks)
 
 
 def make_writes(**settings):
-    return Writes(make_config(**({"max_write_bytes": 40, "max_in_flight_bytes": 100} | settings)), 10)
+    return Writes(make_config(**({"max_write_bytes": 40, "max_in_flight_bytes": 100} | settings)), BLOCK_BYTES)
 
 
 def test_one_engine_has_two_of_the_largest_writes_in_flight():
     writes = make_writes()
-    assert writes.max_blocks == 4
-    push = make_matched()
-    first = writes.post(push, 1, 4)
-    assert writes.has_room(1, 4)
-    writes.post(push, 1, 4)
-    assert not writes.has_room(1, 1)
+    leg = make_matched()
+    first = post(writes, leg, 1, 4)
+    assert has_room(writes, 1, 4)
+    post(writes, leg, 1, 4)
+    assert not has_room(writes, 1, 1)
     writes.prove(first.write_id)
-    assert writes.has_room(1, 4)
+    assert has_room(writes, 1, 4)
 
 
 def test_everybody_together_stays_within_the_limit_but_each_may_have_one():
     writes = make_writes()
     for generation in (1, 2):
-        writes.post(make_matched(generation), generation, 4)
-    assert writes.has_room(1, 2)
-    assert not writes.has_room(1, 3)
-    assert writes.has_room(3, 4)
+        post(writes, make_matched(generation), generation, 4)
+    assert has_room(writes, 1, 2)
+    assert not has_room(writes, 1, 3)
+    assert has_room(writes, 3, 4)
 
 
 @pytest.mark.parametrize("end", ["prove", "doubt", "stall"])
 def test_what_has_ended_or_stalled_takes_no_room(end):
     writes = make_writes()
-    push = make_matched()
-    write = writes.post(push, 1, 4)
+    leg = make_matched()
+    write = post(writes, leg, 1, 4)
     getattr(writes, end)(write.write_id)
     assert writes.gauges()["bytes_in_flight"] == 0
     assert len(writes) == (end == "stall")
-    assert push.in_flight == (set() if end == "prove" else {write.write_id})
+    assert leg.in_flight == (set() if end == "prove" else {write.write_id})
     assert not writes._bytes_to
 
 
 def test_a_registration_is_unproven_until_the_last_of_its_writes_is():
     writes = make_writes()
-    push = make_matched()
-    hello = push.registration.link.hello
-    one, two = writes.post(push, 1, 1), writes.post(push, 1, 1)
+    leg = make_matched()
+    hello = leg.registration.link.hello
+    one, two = post(writes, leg, 1, 1), post(writes, leg, 1, 1)
     writes.prove(one.write_id)
-    assert writes.unproven(hello, 1) is push.registration
+    assert writes.unproven(hello, 1) is leg.registration
     assert writes.unproven(hello, 2) is None
-    assert writes.tracked_of(push) == [two.write_id]
+    assert writes.tracked_of(leg.push) == [two.write_id]
     writes.doubt(two.write_id)
-    assert writes.tracked_of(push) == []
-    assert writes.unproven(hello, 1) is push.registration
-    assert writes.prove_all() == [push.registration]
+    assert writes.tracked_of(leg.push) == []
+    assert writes.unproven(hello, 1) is leg.registration
+    assert writes.prove_all() == [leg.registration]
     assert writes.unproven(hello, 1) is None
     assert not any(writes.gauges().values())
 
@@ -186,5 +198,5 @@ def test_a_registration_is_unproven_until_the_last_of_its_writes_is():
 def test_rule16_doubtful_writes_are_bounded():
     writes = make_writes(max_tombstones=3)
     for epoch in range(10):
-        writes.doubt(writes.post(make_matched(epoch), 1, 1).write_id)
+        writes.doubt(post(writes, make_matched(epoch), 1, 1).write_id)
     assert writes.gauges()["writes_doubtful"] == len(writes._unproven) == 3

@@ -20,9 +20,11 @@ from core_worlds import (
     make_pair,
     make_world,
     only_engine,
+    register,
     replace,
     run_to_the_end,
     states,
+    written,
 )
 
 from kvpush import wire
@@ -226,7 +228,9 @@ def test_a9_metadata_before_the_memory_is_registered_is_not_ready():
         from kvpush import metadata
         from kvpush.layout import decode_geometry
 
-        geometry = msgspec.structs.replace(decode_geometry(message.geometry), num_blocks=0, layers=())
+        full = decode_geometry(message.geometry)
+        groups = tuple(msgspec.structs.replace(group, num_blocks=0, layers=()) for group in full.groups)
+        geometry = msgspec.structs.replace(full, groups=groups)
         return metadata.build(message.attempt, message.incarnation, message.agent_name, message.blob, geometry)
 
     world.network.tamper = replace(wire.Metadata, emptied)
@@ -398,6 +402,7 @@ def test_e4_a_push_with_two_failing_writes_is_reported_once():
     world, prefill, decode = make_connected()
     world.hold_writes = True
     receive = decode.expect("t", [7, 8], prefill)
+    world.advance(SOON_S)  # registered: each chunk is a WRITE of its own
     push = prefill.push("t", [3], last=False)
     prefill.push("t", [4], first_block=1)
     healthy, _ = decode.expect("healthy", [9], prefill), prefill.push("healthy", [5])
@@ -412,9 +417,10 @@ def test_e4_a_push_with_two_failing_writes_is_reported_once():
 
 
 def test_e3_a_failure_waits_for_the_sibling_that_still_writes():
-    world, prefill, decode = make_connected()
+    world, prefill, decode = make_connected(coalesce_bytes=1)  # each chunk is a WRITE of its own
     world.hold_writes = True
     receive = decode.expect("t", [7, 8, 9], prefill)
+    world.advance(SOON_S)
     push = prefill.push("t", [3], last=False)
     prefill.push("t", [4], first_block=1, last=False)
     world.advance(SOON_S)
@@ -668,10 +674,7 @@ def test_one_call_may_renew_more_leases_than_one_message_carries(monkeypatch):
 
 def raw_register(decode, prefill, transfer_id, epoch, block_ids, first_block=0, remaining_ms=10_000):
     """Register past decode's core, as a confused or malicious engine would."""
-    import numpy as np
-
-    packed = wire.pack_block_ids(np.array(block_ids))
-    message = wire.Register(transfer_id, epoch, first_block, packed, remaining_ms)
+    message = register(transfer_id, epoch, block_ids, first_block, remaining_ms)
     (link,) = [link.link for link in prefill.core._links.values() if link.hello.engine_id == decode.engine_id]
     return prefill.core.message(link, message, prefill.world.clock())
 
@@ -775,8 +778,8 @@ def test_j7_a_notification_counts_only_from_the_agent_that_was_asked():
     world, prefill, decode = make_connected()
     receive = decode.expect("t", [7], prefill)
     world.advance(SOON_S)
-    forged = wire.encode_written(wire.Written(receive.epoch, (0, 0), 0, 0, 1))
-    world.fabric.notify(decode.identity.agent_name, Notification("d1/0.0#9", forged))
+    forged = Notification("d1/0.0#9", written(receive.epoch, (0, 1)))
+    world.fabric.notify(decode.identity.agent_name, forged)
     world.advance(SOON_S)
     assert not receive.is_over
     assert decode.core.counters["notifications_foreign"] == 1

@@ -3,6 +3,7 @@
 import ast
 from pathlib import Path
 
+import msgspec.structs
 import numpy as np
 import pytest
 from core_worlds import (
@@ -16,6 +17,7 @@ from core_worlds import (
     make_pair,
     make_world,
     only_engine,
+    register,
     run_to_the_end,
     states,
 )
@@ -23,15 +25,18 @@ from core_worlds import (
 import kvpush
 from kvpush import wire
 from kvpush.errors import Failure, FailureCode, QueueFull
+from kvpush.parallel import Share
 from kvpush.prefill_effects import Emit, ReleasePeer
+from kvpush.pushes import Part
 from kvpush.testing import World
 
 PACKAGE = Path(kvpush.__file__).parent
 BLOCK_BYTES = 128  # of the world's engines, over all layers
 
 
-def ids(*blocks):
-    return np.array(blocks, dtype=np.int64)
+def part(first_block, *blocks):
+    """What one call brings of the only group, in all its layers."""
+    return (Part(0, (range(2),), first_block, np.array(blocks, dtype=np.int64)),)
 
 
 def link_to(prefill, decode):
@@ -298,10 +303,10 @@ def test_rule10_a_chunk_that_comes_after_the_outcome_begins_no_second_push():
     """The caller has not polled yet and pushes its next chunk: the outcome covers it."""
     world, prefill, decode = make_connected()
     core, now_s = prefill.core, world.clock
-    core.push("t", 0, ids(3), last=False, fenced=False, now_s=now_s(), index=0)
+    core.push("t", part(0, 3), last=False, fenced=False, now_s=now_s(), index=0)
     events = [effect for effect in core.cancel("t", now_s()) if isinstance(effect, Emit)]
     assert len(events) == 1
-    effects = core.push("t", 1, ids(4), last=True, fenced=False, now_s=now_s(), index=1)
+    effects = core.push("t", part(1, 4), last=True, fenced=False, now_s=now_s(), index=1)
     assert effects == []
     assert core.num_pushes == 0
     assert core.counters["chunks_after_end"] == 1
@@ -339,7 +344,7 @@ def test_rule10_a_deferred_push_whose_registration_becomes_empty_leaves_the_line
     other, receive = prefill.push("other", [4]), decode.expect("other", [8], prefill)
     world.advance(SOON_S)
     assert prefill.core.gauges()["pushes_behind_handshakes"] == 2
-    message = wire.Register("t", 99, 0, b"", 1000)
+    message = wire.Register("t", 99, (), 1000)
     prefill._perform(prefill.core.message(link_to(prefill, decode), message, world.clock()))
     assert push.outcome == "done"
     assert prefill.core.gauges()["pushes_behind_handshakes"] == 1
@@ -500,7 +505,9 @@ def test_rule12_a_write_in_doubt_is_proven_quiet_by_the_end_of_our_agent():
 def test_rule12_two_stalled_writes_of_one_push_are_released_at_the_end_of_both():
     world, prefill, decode = make_connected(hold_timeout_s=100)
     world.stalling.add("d0")
-    receive, push = decode.expect("t", [7, 8], prefill), prefill.push("t", [3], last=False)
+    receive = decode.expect("t", [7, 8], prefill)
+    world.advance(SOON_S)  # registered: each chunk is a WRITE of its own
+    push = prefill.push("t", [3], last=False)
     prefill.push("t", [4], first_block=1)
     world.advance(CONFIG.stall_timeout_s + SOON_S)
     one, two = world.writes
@@ -612,7 +619,8 @@ def test_rule16_registrations_superseded_for_ever_leave_nothing_behind():
     link = link_to(prefill, decode)
     before = prefill.core.gauges()
     for epoch in range(100, 2000):
-        prefill.core.message(link, wire.Register("t", epoch, 0, b"\0\0\0\0", wire.MAX_REMAINING_MS), world.clock())
+        message = register("t", epoch, [0], remaining_ms=wire.MAX_REMAINING_MS)
+        prefill.core.message(link, message, world.clock())
     cancel = wire.Cancel("t", 1999, FailureCode.cancelled_by_peer, "")
     prefill.core.message(link, cancel, world.clock())
     after = prefill.core.gauges()
@@ -664,7 +672,7 @@ def test_rule17_a_second_hello_of_another_engine_on_one_link_is_refused():
     world, prefill, decode = make_connected()
     link = link_to(prefill, decode)
     hello = prefill.core._links[link].hello
-    other = wire.Hello("d9", "life 9", hello.rank, "p0", hello.fingerprint, "d9/0.0#9")
+    other = msgspec.structs.replace(hello, engine_id="d9", incarnation="life 9", agent_name="d9/0.0#9")
     (refusal,) = prefill.core.message(link, other, world.clock())
     assert isinstance(refusal.message, wire.Refused)
     (welcome,) = prefill.core.message(link, hello, world.clock())
@@ -677,7 +685,7 @@ def test_rule17_a_second_hello_of_another_engine_on_one_link_is_refused():
     [
         ("expected_engine_id", "p9", "wrong_engine"),
         ("fingerprint", {"model": "another"}, "incompatible"),
-        ("rank", (0, 1), "incompatible"),
+        ("expected_share", Share(tp_rank=1, tp_size=2), "incompatible"),
     ],
 )
 def test_a10_a_hello_that_does_not_fit_is_refused_and_names_both_values(field, value, code):
@@ -693,7 +701,7 @@ def test_a10_a_hello_that_does_not_fit_is_refused_and_names_both_values(field, v
 @pytest.mark.parametrize("packed", [b"\0\0\0", b"\xff\xff\xff\xff", b"\0\0\0\0\0\0\0\0"], ids=["odd", "huge", "twice"])
 def test_rule19_block_ids_are_checked_before_anything_is_kept(packed):
     world, prefill, decode = make_connected()
-    message = wire.Register("t", 99, 0, packed, 1000)
+    message = register("t", 99, packed, remaining_ms=1000)
     (failed,) = prefill.core.message(link_to(prefill, decode), message, world.clock())
     assert failed.message.settled
     assert failed.message.code in ("bad_blocks", "malformed")
@@ -705,7 +713,7 @@ def test_rule19_a_block_outside_of_the_peers_cache_is_refused_before_the_write()
     world, prefill, decode = make_connected()
     link = link_to(prefill, decode)
     before = prefill.transport.counts.writes_posted
-    prefill.core.message(link, wire.Register("t", 99, 0, wire.pack_block_ids(ids(1, 16)), 9000), world.clock())
+    prefill.core.message(link, register("t", 99, [1, 16], remaining_ms=9000), world.clock())
     push = prefill.push("t", [3, 4])
     assert (push.outcome, push.code) == ("failed", "bad_blocks")
     assert "16" in push.finished.reason
