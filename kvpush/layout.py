@@ -1,8 +1,11 @@
 """KV geometry: from an engine's tensors to the addresses and strides of their blocks.
 
 Axes are named by letters (``KVCacheSpec.dims``), so that two sides can be matched by meaning and not by position:
-``B`` block, ``K`` key/value, ``H`` head, ``N`` token in the block, ``D`` head size. Sizes, strides, dtype and device
-are read from the tensors and never asked for.
+``B`` block, ``K`` key/value, ``H`` head, ``N`` token in the block, ``D`` head size; or ``B`` and ``S``, opaque state
+that is copied whole. Sizes, strides, dtype and device are read from the tensors and never asked for.
+
+Layers that share one block table are a *group*: full attention, sliding window, opaque state. Layers of one group are
+alike in everything but their place; groups may differ in all of it.
 
 A :class:`CacheGeometry` describes one process's cache and crosses the wire. Ours comes from :func:`geometry_of`; a
 peer's comes from :func:`decode_geometry` and is believed only after :func:`check_geometry`.
@@ -11,28 +14,35 @@ peer's comes from :func:`decode_geometry` and is believed only after :func:`chec
 from __future__ import annotations
 
 import enum
-import hashlib
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from kvpush.errors import ConfigurationError, Failure, FailureCode, RemoteProtocolError
+from kvpush.errors import ConfigurationError, Failure, FailureCode, Incompatible, RemoteProtocolError
+from kvpush.parallel import MAX_RANKS, NO_HEADS, PER_RANK, Share, heads_of
+from kvpush.strided import Strided, axes_of, shared_bytes_defect
 from kvpush.wire import MAX_REASON_BYTES
 
-MAX_LAYERS = 4096
+MAX_LAYERS = 4096  # of all groups together
+MAX_GROUPS = 15  # a fingerprint has room for 64 values: the model, and four of each group
 MAX_BLOCKS = 2**31 - 1  # block ids travel as uint32 and NIXL's indices are int32
 MAX_NAME_CHARS = 512
+MAX_GROUP_NAME_CHARS = 48
 MAX_MODEL_CHARS = 4096
 MAX_GEOMETRY_BYTES = 4 << 20  # 4096 layers with names of 512 characters need 2.4 MiB
 _ADDRESS_END = 2**63  # one past the last address: strides, spans and sums of them stay within int64
 
-_KNOWN_AXES = "BKHND"
+DEFAULT_GROUP = "kv"  # its name where the spec names no groups
+
+_KNOWN_AXES = "BKHNDS"
+_MAX_AXES = 5
 _REQUIRED_AXES = "BND"
+_OPAQUE_AXES = "BS"
 
 # Built once, so that a peer's dtype is looked up in a table and never as an attribute of a module.
 _ITEMSIZE_BYTES = {
@@ -59,18 +69,55 @@ class MemoryRange:
 
 
 @dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers of a cache that share one block table. Raises ConfigurationError naming the field and the value.
+
+    ``dims`` and ``total_kv_heads`` default to those of the spec. A group with the axes ``B`` and ``S`` is opaque state:
+    one block is copied whole, as one token, and nothing is known of its inside. Such state belongs to its
+    tensor-parallel rank, so both sides must be equally parallel.
+    """
+
+    name: str
+    layers: Sequence[str]
+    dims: str | None = None
+    total_kv_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigurationError(f"group name={self.name!r} must be a string that is not empty")
+        if defect := _text_defect(self.name, MAX_GROUP_NAME_CHARS):
+            raise ConfigurationError(f"group name={self.name[:64]!r} {defect}")
+        if isinstance(self.layers, str) or not isinstance(self.layers, Sequence) or not self.layers:
+            raise ConfigurationError(f"group {self.name!r}: layers={self.layers!r} must list the names of its layers")
+        for layer in self.layers:
+            if not isinstance(layer, str):
+                raise ConfigurationError(f"group {self.name!r}: layers has {layer!r}; layer names are strings")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.dims is not None:
+            _check_dims(self.dims)
+        if self.total_kv_heads is not None:
+            _check_count("total_kv_heads", self.total_kv_heads, least=1)
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """What the tensors cannot tell about a KV cache. Raises ConfigurationError naming the field and the value.
 
     ``dims`` names the axes of every tensor in order: ``B`` block, ``K`` key/value (size 2), ``H`` head, ``N`` token in
     the block, ``D`` head size. ``B``, ``N`` and ``D`` are required; a cache whose keys and values are separate tensors
-    has no ``K``, one without heads (MLA) no ``H``.
+    has no ``K``, one without heads (MLA) no ``H``: all tensor-parallel ranks hold the same bytes of it. ``BS`` is
+    opaque state, see :class:`KVGroup`.
 
     ``model`` is the engine's own compatibility string: weights, revision, quantization, whatever changes the meaning of
     the bytes. Two sides work together only if theirs are equal, character by character.
 
     ``total_kv_heads`` counts the model's KV heads over all tensor-parallel ranks; the default is the heads found here
     times ``tp_size``, which is wrong only where ranks hold copies of a head.
+
+    ``groups`` says which layers share a block table, when not all of them do; every layer is in exactly one group.
+    ``groups_share_memory`` permits layers of *different* groups to use the same bytes, for engines that give a page of
+    memory to one group at a time: then a block of one group and a block of another may be the same page, and it is the
+    engine's duty that a page belongs to one of them only. Layers of one group never share bytes.
     """
 
     dims: str
@@ -80,12 +127,11 @@ class KVCacheSpec:
     pp_rank: int = 0
     pp_size: int = 1
     total_kv_heads: int | None = None
+    groups: Sequence[KVGroup] = ()
+    groups_share_memory: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.dims, str):
-            raise ConfigurationError(f"dims={self.dims!r} must be a string")
-        if defect := _dims_defect(self.dims):
-            raise ConfigurationError(defect)
+        _check_dims(self.dims)
         if not isinstance(self.model, str):
             raise ConfigurationError(f"model={self.model!r} must be a string")
         if defect := _text_defect(self.model, MAX_MODEL_CHARS):
@@ -93,33 +139,69 @@ class KVCacheSpec:
         self._check_rank("tp_rank", "tp_size")
         self._check_rank("pp_rank", "pp_size")
         if self.total_kv_heads is not None:
-            self._check_count("total_kv_heads", least=1)
+            _check_count("total_kv_heads", self.total_kv_heads, least=1)
+        if not isinstance(self.groups_share_memory, bool):
+            raise ConfigurationError(f"groups_share_memory={self.groups_share_memory!r} must be True or False")
+        self._check_groups()
 
     @property
     def rank(self) -> tuple[int, int]:
         """``(pp_rank, tp_rank)``, as on the wire."""
         return self.pp_rank, self.tp_rank
 
+    @property
+    def share(self) -> Share:
+        """Which part of the model this rank holds."""
+        return Share(self.pp_rank, self.pp_size, self.tp_rank, self.tp_size)
+
     def _check_rank(self, rank_field: str, size_field: str) -> None:
-        self._check_count(size_field, least=1)
-        self._check_count(rank_field, least=0)
         rank, size = getattr(self, rank_field), getattr(self, size_field)
+        _check_count(size_field, size, least=1, most=MAX_RANKS)
+        _check_count(rank_field, rank, least=0, most=MAX_RANKS)
         if rank >= size:
             raise ConfigurationError(f"{rank_field}={rank!r} must be below {size_field}={size!r}")
 
-    def _check_count(self, field: str, *, least: int) -> None:
-        value = getattr(self, field)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-            raise ConfigurationError(f"{field}={value!r} must be a whole number from {least} to {2**31 - 1}")
+    def _check_groups(self) -> None:
+        if isinstance(self.groups, str) or not isinstance(self.groups, Sequence):
+            raise ConfigurationError(f"groups={self.groups!r} must be a sequence of KVGroup")
+        object.__setattr__(self, "groups", tuple(self.groups))
+        if len(self.groups) > MAX_GROUPS:
+            raise ConfigurationError(f"groups has {len(self.groups)} entries; at most {MAX_GROUPS} are possible")
+        holders: dict[str, str] = {}
+        names: set[str] = set()
+        for group in self.groups:
+            if not isinstance(group, KVGroup):
+                raise ConfigurationError(f"groups has {group!r}, which is not a KVGroup")
+            if group.name in names:
+                raise ConfigurationError(f"groups: two are named {group.name!r}")
+            names.add(group.name)
+            for layer in group.layers:
+                if layer in holders:
+                    raise ConfigurationError(
+                        f"groups: layer {layer!r} is in {holders[layer]!r} and in {group.name!r}; one is allowed"
+                    )
+                holders[layer] = group.name
+
+
+def _check_dims(dims: object) -> None:
+    if not isinstance(dims, str):
+        raise ConfigurationError(f"dims={dims!r} must be a string")
+    if defect := _dims_defect(dims):
+        raise ConfigurationError(defect)
+
+
+def _check_count(field: str, value: object, *, least: int, most: int = 2**31 - 1) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigurationError(f"{field}={value!r} must be a whole number from {least} to {most}")
 
 
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 _Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-_PerAxis = msgspec.Meta(max_length=len(_KNOWN_AXES))
+_PerAxis = msgspec.Meta(max_length=_MAX_AXES)
 
 
 class LayerGeometry(msgspec.Struct, frozen=True):
-    """One named tensor. ``shape`` and ``strides_bytes`` are in the order of the cache's ``dims``.
+    """One named tensor. ``shape`` and ``strides_bytes`` are in the order of the group's ``dims``.
 
     ``address`` is the byte address of element 0 of block 0. The stride of an axis of size 1 means nothing.
     """
@@ -136,70 +218,139 @@ class LayerGeometry(msgspec.Struct, frozen=True):
         return itemsize_bytes + sum((size - 1) * stride for size, stride in steps if size > 1)
 
 
-class CacheGeometry(msgspec.Struct, frozen=True):
-    """One process's KV cache: every layer has the same shape, dtype and kind of memory.
+class GroupGeometry(msgspec.Struct, frozen=True):
+    """Layers that share one block table: every layer has the same shape and dtype. ``total_kv_heads`` counts the
+    model's KV heads over all ranks; 0 in a group without the axis ``H``.
 
     ``num_blocks`` 0 or no layers can be decoded, because a peer may publish before it has registered its memory;
     :func:`check_geometry` tells that apart from a broken geometry.
     """
 
-    memory: MemoryKind
-    dims: Annotated[str, msgspec.Meta(max_length=len(_KNOWN_AXES))]
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GROUP_NAME_CHARS)]
+    dims: Annotated[str, msgspec.Meta(max_length=_MAX_AXES)]
     dtype: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # torch's name without the module: "bfloat16"
     itemsize_bytes: Annotated[int, msgspec.Meta(ge=1, le=64)]
     num_blocks: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)]
+    total_kv_heads: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     layers: Annotated[tuple[LayerGeometry, ...], msgspec.Meta(max_length=MAX_LAYERS)]
 
+    @property
+    def is_opaque(self) -> bool:
+        """Whether a block is state that is copied whole."""
+        return "S" in self.dims
+
+    @property
+    def block_size_tokens(self) -> int:
+        """Tokens in a block; 1 where a block is opaque state. There must be a layer."""
+        return self.axis_size("N") or 1
+
+    @property
+    def block_len_bytes(self) -> int:
+        """Length of one block over all layers. There must be a layer."""
+        sizes = (size for axis, size in zip(self.dims, self.layers[0].shape, strict=True) if axis != "B")
+        return len(self.layers) * self.itemsize_bytes * math.prod(sizes)
+
+    @property
+    def total(self) -> int:
+        """How the group is spread over tensor-parallel ranks, in the terms of :mod:`kvpush.parallel`."""
+        return PER_RANK if self.is_opaque else self.total_kv_heads
+
     def axis_size(self, axis: str) -> int | None:
-        """Size of an axis by its letter, ``None`` for an axis that this cache has not. There must be a layer."""
+        """Size of an axis by its letter, ``None`` for an axis that this group has not. There must be a layer."""
         return self.layers[0].shape[self.dims.index(axis)] if axis in self.dims else None
+
+
+class CacheGeometry(msgspec.Struct, frozen=True):
+    """One process's KV cache: groups of layers, all in one kind of memory."""
+
+    memory: MemoryKind
+    groups: Annotated[tuple[GroupGeometry, ...], msgspec.Meta(max_length=MAX_GROUPS)]
+
+
+def totals_of(geometry: CacheGeometry) -> tuple[int, ...]:
+    """How each group is spread over tensor-parallel ranks, as :mod:`kvpush.parallel` wants to know."""
+    return tuple(group.total for group in geometry.groups)
 
 
 # --- ours: from tensors ----------------------------------------------------------------------------------------------
 
 
 def geometry_of(kv_caches: Mapping[str, torch.Tensor], spec: KVCacheSpec) -> CacheGeometry:
-    """Read the geometry of a cache from its tensors, one a name, each of shape ``spec.dims``.
+    """Read the geometry of a cache from its tensors, one a name, each of the shape that its group's ``dims`` name.
 
     Tensors may be any strided views: permuted, sliced, several over one storage, interleaved. The caller keeps them
     alive and in place for as long as the geometry is in use.
 
-    Raises ConfigurationError, naming the tensor and both values, when a tensor does not have the axes of ``spec.dims``,
-    when two tensors differ in shape, dtype or device, when bytes are shared within a tensor or between two, or when the
-    memory is neither a CPU's nor a CUDA device's.
+    Raises ConfigurationError, naming the tensor and both values, when a layer is in no group, or in a group but not in
+    ``kv_caches``; when a tensor does not have the axes of its group; when two of a group differ in shape or dtype, or
+    any two in their device; when bytes are shared within a tensor or between two (see ``groups_share_memory``); when
+    heads do not fit the spec's share; or when the memory is neither a CPU's nor a CUDA device's.
     """
-    first_name, first = _checked_tensors(kv_caches, spec)
+    groups = _groups_of(kv_caches, spec)
+    dims_by_layer = {layer: group.dims or spec.dims for group in groups for layer in group.layers}
+    for name, tensor in kv_caches.items():
+        _check_tensor(name, tensor, dims_by_layer[name])
+    first_name, first = next(iter(kv_caches.items()))
+    for name, tensor in kv_caches.items():
+        _check_alike("device", first_name, first, name, tensor)
     geometry = CacheGeometry(
         memory=_memory_kind(first_name, first),
-        dims=spec.dims,
-        dtype=str(first.dtype).removeprefix("torch."),
-        itemsize_bytes=first.itemsize,
-        num_blocks=first.shape[spec.dims.index("B")],
-        layers=tuple(_layer_of(name, tensor) for name, tensor in kv_caches.items()),
+        groups=tuple(_group_of(group, kv_caches, spec) for group in groups),
     )
-    if defect := _geometry_defect(geometry) or _shared_bytes_defect(geometry) or _heads_defect(geometry, spec):
+    defect = (
+        _geometry_defect(geometry)
+        or _shared_defect(geometry, spec.groups_share_memory)
+        or _each(_heads_defect(group, spec.share) for group in geometry.groups)
+    )
+    if defect:
         raise ConfigurationError(f"kv_caches: {defect}")
     return geometry
 
 
-def _checked_tensors(kv_caches: Mapping[str, torch.Tensor], spec: KVCacheSpec) -> tuple[str, torch.Tensor]:
-    """The first entry, once every entry is known to be a tensor like it."""
+def _groups_of(kv_caches: Mapping[str, torch.Tensor], spec: KVCacheSpec) -> tuple[KVGroup, ...]:
+    """The spec's groups, or one of all layers, once every layer is known to be in exactly one of them."""
     if not isinstance(kv_caches, Mapping):
         raise ConfigurationError(f"kv_caches={type(kv_caches).__name__} must map layer names to tensors")
     if not 1 <= len(kv_caches) <= MAX_LAYERS:
         raise ConfigurationError(f"kv_caches has {len(kv_caches)} entries, not 1 to {MAX_LAYERS}")
-    for name, tensor in kv_caches.items():
+    for name in kv_caches:
         _check_name(name)
-        _check_tensor(name, tensor, spec.dims)
-    first_name, first = next(iter(kv_caches.items()))
-    for name, tensor in kv_caches.items():
-        for attribute in ("dtype", "device"):
-            ours, others = getattr(tensor, attribute), getattr(first, attribute)
-            if ours != others:
-                raise ConfigurationError(
-                    f"kv_caches[{name!r}] has {attribute} {ours}, kv_caches[{first_name!r}] {others}"
-                )
-    return first_name, first
+    groups = tuple(spec.groups) or (KVGroup(DEFAULT_GROUP, tuple(kv_caches)),)
+    grouped = {layer: group.name for group in groups for layer in group.layers}
+    for name in kv_caches:
+        if name not in grouped:
+            raise ConfigurationError(f"kv_caches[{name!r}] is in none of the groups {[g.name for g in groups]}")
+    for layer, group in grouped.items():
+        if layer not in kv_caches:
+            raise ConfigurationError(f"group {group!r} names the layer {layer!r}, which kv_caches has not")
+    return groups
+
+
+def _group_of(group: KVGroup, kv_caches: Mapping[str, torch.Tensor], spec: KVCacheSpec) -> GroupGeometry:
+    """A group's geometry, once its tensors are known to be of one dtype."""
+    first_name = group.layers[0]
+    first = kv_caches[first_name]
+    for name in group.layers:
+        _check_alike("dtype", first_name, first, name, kv_caches[name])
+    dims = group.dims or spec.dims
+    total = NO_HEADS
+    if "H" in dims:
+        total = group.total_kv_heads or spec.total_kv_heads or first.shape[dims.index("H")] * spec.tp_size
+    return GroupGeometry(
+        name=group.name,
+        dims=dims,
+        dtype=str(first.dtype).removeprefix("torch."),
+        itemsize_bytes=first.itemsize,
+        num_blocks=first.shape[dims.index("B")],
+        total_kv_heads=total,
+        layers=tuple(_layer_of(name, kv_caches[name]) for name in group.layers),
+    )
+
+
+def _check_alike(attribute: str, first_name: str, first: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
+    ours, others = getattr(tensor, attribute), getattr(first, attribute)
+    if ours != others:
+        raise ConfigurationError(f"kv_caches[{name!r}] has {attribute} {ours}, kv_caches[{first_name!r}] {others}")
 
 
 def _check_name(name: object) -> None:
@@ -244,14 +395,21 @@ def _layer_of(name: str, tensor: torch.Tensor) -> LayerGeometry:
     )
 
 
-def _heads_defect(geometry: CacheGeometry, spec: KVCacheSpec) -> str | None:
+def _heads_defect(group: GroupGeometry, share: Share) -> str | None:
     """Heads here against the model's heads: an even share, or one copy where there are more ranks than heads."""
-    heads, total, tp_size = geometry.axis_size("H"), spec.total_kv_heads, spec.tp_size
-    if heads is None or total is None or heads * tp_size == total:
+    heads = group.axis_size("H")
+    if heads is None:
         return None
-    if heads == 1 and total < tp_size and tp_size % total == 0:
+    try:
+        expected = len(heads_of(*share.tp, group.total_kv_heads))
+    except Incompatible as exc:
+        return f"group {group.name!r}: {exc.reason}"
+    if heads == expected:
         return None
-    return f"total_kv_heads={total} does not fit {heads} heads in each tensor and tp_size={tp_size}"
+    return (
+        f"group {group.name!r}: total_kv_heads={group.total_kv_heads} does not fit {heads} heads in each tensor and "
+        f"tp_size={share.tp_size}, which makes {expected}"
+    )
 
 
 def memory_ranges(geometry: CacheGeometry) -> tuple[MemoryRange, ...]:
@@ -261,8 +419,9 @@ def memory_ranges(geometry: CacheGeometry) -> tuple[MemoryRange, ...]:
     merged too. In VRAM they are not: two allocations may touch, and a range over both cannot be registered.
     """
     spans = sorted(
-        (layer.device_id, layer.address, layer.address + layer.span_bytes(geometry.itemsize_bytes))
-        for layer in geometry.layers
+        (layer.device_id, layer.address, layer.address + layer.span_bytes(group.itemsize_bytes))
+        for group in geometry.groups
+        for layer in group.layers
     )
     reach = 1 if geometry.memory is MemoryKind.dram else 0
     merged: list[tuple[int, int, int]] = []
@@ -304,11 +463,15 @@ def check_geometry(geometry: CacheGeometry) -> None:
 
     Raises ``Failure(not_ready)`` when there is nothing to write into yet, ``Failure(bad_metadata)`` for all the rest.
     """
-    if geometry.num_blocks == 0 or not geometry.layers:
-        raise Failure(
-            FailureCode.not_ready,
-            f"the peer has published {geometry.num_blocks} blocks in {len(geometry.layers)} layers: no memory yet",
-        )
+    if not geometry.groups:
+        raise Failure(FailureCode.not_ready, "the peer has published no group of layers: no memory yet")
+    for group in geometry.groups:
+        if group.num_blocks == 0 or not group.layers:
+            raise Failure(
+                FailureCode.not_ready,
+                f"the peer has published {group.num_blocks} blocks in {len(group.layers)} layers of group "
+                f"{group.name!r}: no memory yet",
+            )
     if defect := _geometry_defect(geometry):
         raise Failure(FailureCode.bad_metadata, f"geometry: {defect}")
 
@@ -317,35 +480,57 @@ def check_geometry(geometry: CacheGeometry) -> None:
 
 
 def _geometry_defect(geometry: CacheGeometry) -> str | None:
-    """What is wrong with a geometry that has layers, as a sentence; ``None`` when nothing is."""
-    if defect := _dims_defect(geometry.dims):
+    """What is wrong with a geometry whose groups have layers, as a sentence; ``None`` when nothing is."""
+    holders: dict[str, str] = {}
+    names: set[str] = set()
+    for group in geometry.groups:
+        if group.name in names:
+            return f"two groups are named {group.name!r}"
+        names.add(group.name)
+        for layer in group.layers:
+            if layer.name in holders:
+                where = f"in groups {holders[layer.name]!r} and {group.name!r}"
+                return f"two layers are named {layer.name!r}, {where}"
+            holders[layer.name] = group.name
+        if defect := _group_defect(group):
+            return f"group {group.name!r}: {defect}"
+    if len(holders) > MAX_LAYERS:
+        return f"{len(holders)} layers; at most {MAX_LAYERS} are possible"
+    return None
+
+
+def _group_defect(group: GroupGeometry) -> str | None:
+    if defect := _dims_defect(group.dims):
         return defect
-    itemsize = _ITEMSIZE_BYTES.get(geometry.dtype)
-    if itemsize != geometry.itemsize_bytes:
-        return f"dtype {geometry.dtype!r} has {itemsize or 'unknown'} bytes an item, not {geometry.itemsize_bytes}"
-    first = geometry.layers[0]
-    names = set()
-    for layer in geometry.layers:
-        if layer.name in names:
-            return f"two layers are named {layer.name!r}"
-        names.add(layer.name)
+    itemsize = _ITEMSIZE_BYTES.get(group.dtype)
+    if itemsize != group.itemsize_bytes:
+        return f"dtype {group.dtype!r} has {itemsize or 'unknown'} bytes an item, not {group.itemsize_bytes}"
+    first = group.layers[0]
+    for layer in group.layers:
         if layer.shape != first.shape:
             return f"layer {layer.name!r} has shape {layer.shape}, layer {first.name!r} {first.shape}"
-        if defect := _layer_defect(layer, geometry.itemsize_bytes):
+        if defect := _layer_defect(layer, group.itemsize_bytes):
             return f"layer {layer.name!r} {defect}"
-    return _shape_defect(geometry)
+    return _shape_defect(group)
 
 
-def _shape_defect(geometry: CacheGeometry) -> str | None:
-    shape = geometry.layers[0].shape
-    if len(shape) != len(geometry.dims):
-        return f"shape {shape} has {len(shape)} axes, dims {geometry.dims!r} names {len(geometry.dims)}"
-    if geometry.axis_size("B") != geometry.num_blocks:
-        return f"shape {shape} has {geometry.axis_size('B')} blocks, num_blocks is {geometry.num_blocks}"
-    if geometry.num_blocks > MAX_BLOCKS:
-        return f"{geometry.num_blocks} blocks; at most {MAX_BLOCKS} can be numbered"
-    if geometry.axis_size("K") not in (None, 2):
-        return f"axis K of shape {shape} has size {geometry.axis_size('K')}; key and value make 2"
+def _shape_defect(group: GroupGeometry) -> str | None:
+    shape = group.layers[0].shape
+    if len(shape) != len(group.dims):
+        return f"shape {shape} has {len(shape)} axes, dims {group.dims!r} names {len(group.dims)}"
+    if group.axis_size("B") != group.num_blocks:
+        return f"shape {shape} has {group.axis_size('B')} blocks, num_blocks is {group.num_blocks}"
+    if group.num_blocks > MAX_BLOCKS:
+        return f"{group.num_blocks} blocks; at most {MAX_BLOCKS} can be numbered"
+    if group.axis_size("K") not in (None, 2):
+        return f"axis K of shape {shape} has size {group.axis_size('K')}; key and value make 2"
+    return _total_defect(group)
+
+
+def _total_defect(group: GroupGeometry) -> str | None:
+    heads = group.axis_size("H") or 0
+    if bool(heads) != bool(group.total_kv_heads) or heads > group.total_kv_heads:
+        return f"{heads} heads in each tensor of {group.total_kv_heads} in all"
     return None
 
 
@@ -353,7 +538,7 @@ def _layer_defect(layer: LayerGeometry, itemsize_bytes: int) -> str | None:
     if len(layer.strides_bytes) != len(layer.shape):
         return f"has {len(layer.strides_bytes)} strides for {len(layer.shape)} axes"
     covered = itemsize_bytes
-    for stride, size in reversed(_axes(layer)):
+    for stride, size in reversed(axes_of(layer.shape, layer.strides_bytes)):
         # Nested axes cannot overlap; slicing and permuting a tensor never makes any others.
         if stride < covered:
             return f"overlaps itself: shape {layer.shape} with strides of {layer.strides_bytes} bytes"
@@ -363,47 +548,26 @@ def _layer_defect(layer: LayerGeometry, itemsize_bytes: int) -> str | None:
     return None
 
 
-def _axes(layer: LayerGeometry) -> tuple[tuple[int, int], ...]:
-    """``(stride_bytes, size)`` of the axes longer than 1, longest stride first: they decide which bytes are used."""
-    pairs = zip(layer.strides_bytes, layer.shape, strict=True)
-    return tuple(sorted((pair for pair in pairs if pair[1] > 1), reverse=True))
+def _shared_defect(geometry: CacheGeometry, groups_share_memory: bool) -> str | None:
+    """Two layers with a byte in common: any two, or any two of one group."""
+    by_group = [
+        [
+            Strided(layer.name, layer.address, axes_of(layer.shape, layer.strides_bytes), group.itemsize_bytes)
+            for layer in group.layers
+        ]
+        for group in geometry.groups
+    ]
+    if groups_share_memory:
+        return _each(shared_bytes_defect(layers) for layers in by_group)
+    defect = shared_bytes_defect(list(itertools.chain.from_iterable(by_group)))
+    if defect and not _each(shared_bytes_defect(layers) for layers in by_group):
+        return f"{defect}; layers of different groups may only with groups_share_memory=True"
+    return defect
 
 
-def _shared_bytes_defect(geometry: CacheGeometry) -> str | None:
-    """Two layers with a byte in common. Views of one storage may interleave: spans mix, bytes do not."""
-    layers = sorted(geometry.layers, key=lambda layer: layer.address)
-    addresses = np.array([layer.address for layer in layers], dtype=np.int64)
-    for i, layer in enumerate(layers):
-        end = layer.address + layer.span_bytes(geometry.itemsize_bytes)
-        mixed = slice(i + 1, int(np.searchsorted(addresses, end)))
-        axes = _axes(layer)
-        if stranger := next((other for other in layers[mixed] if _axes(other) != axes), None):
-            return (
-                f"layers {layer.name!r} and {stranger.name!r} lie within each other with different strides, "
-                "so they may share bytes"
-            )
-        shared = _meet(addresses[mixed] - layer.address, axes, geometry.itemsize_bytes)
-        if shared.any():
-            return f"layers {layer.name!r} and {layers[i + 1 + int(shared.argmax())].name!r} share bytes"
-    return None
-
-
-def _meet(
-    distances: npt.NDArray[np.int64], axes: Sequence[tuple[int, int]], itemsize_bytes: int
-) -> npt.NDArray[np.bool_]:
-    """For each distance: does a tensor meet its own copy, moved by that many bytes?
-
-    They meet when the distance is a sum of whole steps along the axes, each shorter than its axis. The axes are nested,
-    so what is left after the longest one is shorter than its stride: only the two nearest numbers of steps can do.
-    """
-    if not axes:
-        return np.abs(distances) < itemsize_bytes
-    (stride, size), inner = axes[0], axes[1:]
-    below = distances // stride
-    meets = np.zeros(distances.shape, dtype=np.bool_)
-    for steps in (below, below + 1):
-        meets |= (np.abs(steps) < size) & _meet(distances - steps * stride, inner, itemsize_bytes)
-    return meets
+def _each(defects: Iterable[str | None]) -> str | None:
+    """The first defect, if there is one."""
+    return next(filter(None, defects), None)
 
 
 def _dims_defect(dims: str) -> str | None:
@@ -412,6 +576,10 @@ def _dims_defect(dims: str) -> str | None:
             return f"dims={dims!r} has the axis {axis!r}; known: {', '.join(_KNOWN_AXES)}"
         if dims.count(axis) > 1:
             return f"dims={dims!r} names the axis {axis!r} twice"
+    if "S" in dims:
+        return (
+            None if sorted(dims) == sorted(_OPAQUE_AXES) else f"dims={dims!r}: opaque state has the axes B and S only"
+        )
     missing = [axis for axis in _REQUIRED_AXES if axis not in dims]
     return f"dims={dims!r} lacks the axis {missing[0]!r}" if missing else None
 
@@ -429,7 +597,6 @@ def _text_defect(text: str, max_chars: int) -> str | None:
 
 # --- what two sides must agree on ------------------------------------------------------------------------------------
 
-_MAX_LISTED_CHARS = 2000
 _MAX_SHOWN_CHARS = 200  # of one value in a refusal
 _MAX_COMPARISON_CHARS = 3900
 _ABSENT = "nothing"
@@ -438,42 +605,23 @@ _ABSENT = "nothing"
 def fingerprint(geometry: CacheGeometry, spec: KVCacheSpec) -> dict[str, str]:
     """Everything that two sides must have in common for the bytes to make sense, as text that a person can compare.
 
-    Not part of it: how many blocks there are, where they lie, and in which order the axis ``B`` and the layers come.
+    Not part of it: how a model is spread over ranks, which layers are here, how many tokens a block has, how many
+    blocks there are, where they lie, and the order of anything. Plans bridge all that, or say why they cannot.
     """
-    return {
-        "model": spec.model,
-        "dtype": geometry.dtype,
-        "axes": geometry.dims.replace("B", ""),
-        "block_size_tokens": _text(geometry.axis_size("N")),
-        "head_size": _text(geometry.axis_size("D")),
-        "layers": _layer_names(geometry),
-    } | _parallelism(geometry, spec)
+    common = {"model": spec.model}
+    for group in geometry.groups:
+        common |= {f"{group.name}.{field}": value for field, value in _group_fingerprint(group).items()}
+    return common
 
 
-def _parallelism(geometry: CacheGeometry, spec: KVCacheSpec) -> dict[str, str]:
-    """How a model is spread over the ranks: both sides the same way."""
-    heads = geometry.axis_size("H")
-    total = None if heads is None else spec.total_kv_heads or heads * spec.tp_size
-    return {
-        "kv_heads": _text(heads),
-        "total_kv_heads": _text(total),
-        "tp_size": _text(spec.tp_size),
-        "pp_size": _text(spec.pp_size),
+def _group_fingerprint(group: GroupGeometry) -> dict[str, str]:
+    fields = {"dtype": group.dtype, "axes": "".join(sorted(group.dims.replace("B", "")))}
+    if group.is_opaque:
+        return fields | {"state_size": str(group.axis_size("S"))}
+    return fields | {
+        "head_size": str(group.axis_size("D")),
+        "total_kv_heads": str(group.total_kv_heads or ""),
     }
-
-
-def _text(number: int | None) -> str:
-    return "" if number is None else str(number)
-
-
-def _layer_names(geometry: CacheGeometry) -> str:
-    """The names in order of the alphabet, or their number and digest where a list would be long or ambiguous."""
-    names = sorted(layer.name for layer in geometry.layers)
-    listed = ",".join(names)
-    if len(listed) <= _MAX_LISTED_CHARS and listed.count(",") == len(names) - 1:
-        return listed
-    digest = hashlib.blake2b(msgspec.msgpack.encode(names), digest_size=16).hexdigest()
-    return f"{len(names)} names, blake2b {digest}"
 
 
 def compare(ours: Mapping[str, str], theirs: Mapping[str, str], our_name: str, their_name: str) -> str | None:

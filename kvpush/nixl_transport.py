@@ -31,17 +31,8 @@ from nixl._api import nixl_agent, nixl_agent_config
 from kvpush.config import Config
 from kvpush.errors import Closed, ConfigurationError, FailureCode, TransportError, UsageError
 from kvpush.layout import MemoryKind, MemoryRange
-from kvpush.transport import (
-    Indices,
-    Notification,
-    RemoteHandle,
-    Rows,
-    TransportCounts,
-    WriteHandle,
-    indices_problem,
-    pair_problem,
-    rows_problem,
-)
+from kvpush.rows import Indices, Rows, indices_problem, rows_problem
+from kvpush.transport import Notification, RemoteHandle, TransportCounts, WriteHandle
 
 logger = logging.getLogger(__name__)
 
@@ -174,12 +165,7 @@ class NixlTransport:
         self._check_usable()
         if problem := rows_problem(local_rows):
             raise UsageError(f"local side of agent {agent_name!r}: {problem}")
-        problem = (
-            self._name_problem(agent_name, metadata)
-            or rows_problem(remote_rows)
-            or pair_problem(local_rows, remote_rows)
-        )
-        if problem:
+        if problem := self._name_problem(agent_name, metadata) or rows_problem(remote_rows):
             raise TransportError(FailureCode.handshake_failed, f"agent {agent_name!r}: {problem}")
 
         local = self._acquire_local(agent_name, local_rows)

@@ -1,151 +1,365 @@
-"""Pure: from two geometries and two lists of blocks to the rows and index arrays of a WRITE.
+"""Pure: from two ranks' geometries to the rows of a pair, and from slots to the index arrays of a WRITE.
 
-A *row* is what one prepared descriptor covers: the same piece of every block, ``(address, length_bytes, device_id,
-stride_bytes, count)``. A block consists of one segment from every row. How a block is cut into rows depends on both
-sides' memory and is worked out once per remote, by :func:`pair`; a push only turns block ids into indices.
+The prefill rank (*local*) and the decode rank (*remote*) may differ in which heads and layers they hold, in the size
+and number of their blocks, and in the order of a block's elements. What they have in common is cut into *tiles*, the
+longest pieces of a *slot* that are contiguous on both sides with the same elements in the same order. A slot is the
+smallest run of tokens that both sides' blocks are multiples of; with equal block sizes it is a block.
+
+A tile of every block is a *row* on either side, or several where a block has several slots. How it all is cut depends
+on both memories and is worked out once per remote, by :func:`pair`; a push only turns slots into indices.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from kvpush.blocks import BlockIds
 from kvpush.errors import ConfigurationError, Failure, FailureCode, Incompatible, UsageError
-from kvpush.layout import CacheGeometry, LayerGeometry
+from kvpush.layout import CacheGeometry, GroupGeometry, LayerGeometry
+from kvpush.parallel import Share, heads_of, written_heads
+from kvpush.rows import MAX_SEGMENTS, Indices, Rows, segments_of
 
 # A descriptor costs NIXL 5 to 9 us, as long as moving tens of KiB. Cutting a block into pieces this short, as for heads
 # before tokens on one side and tokens before heads on the other, would take longer than computing the block again.
 MIN_TILE_BYTES = 1024
 
-_MAX_SEGMENTS = 2**31  # NIXL's indices are int32
+_MAX_ROWS = 2**20  # of one side: 40 MB, and more than any model needs; a peer's numbers must not decide on more
+_NO_ROWS: Rows = np.empty((0, 5), dtype=np.uint64)
+_NO_FIRSTS: Indices = np.empty((0, 1), dtype=np.int32)
+_Bytes = npt.NDArray[np.int64]
+_ALONE = Share()
 
-_FEW_IDS = 64  # up to here a set of ints is faster than numpy's sort
 
-BlockIds = npt.NDArray[np.int64]  # shape (blocks,)
-_Rows = npt.NDArray[np.uint64]  # shape (rows, 5)
-_Indices = npt.NDArray[np.int32]  # shape (rows * blocks,)
+class _Tiles(NamedTuple):
+    """Tiles of a group in the order of their rows: the index of each one's first segment, and where that lies here."""
+
+    local_firsts: Indices  # shape (tiles, 1)
+    remote_firsts: Indices  # likewise
+    addresses: _Bytes  # shape (tiles,)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupPlan:
+    """What one group of a pair moves. ``num_layers`` counts the local layers, in whose order they are asked for.
+
+    Slot ``block_id * slots_per_block + j`` is the ``j``-th part of a block, on each side by its own numbers.
+    """
+
+    name: str
+    local_slots_per_block: int
+    remote_slots_per_block: int
+    local_num_blocks: int
+    remote_num_blocks: int
+    num_layers: int
+    _ends: tuple[int, ...]  # how many tiles the layers up to each one have, from 0
+    _ends_bytes: tuple[int, ...]  # the same in bytes
+    _tiles: _Tiles  # layer by layer
+    _merged: _Tiles | None  # across layers, when that makes fewer of them
+    _all_layers: range = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_all_layers", range(self.num_layers))
+
+    def slot_len_bytes(self, layers: range) -> int:
+        """How many bytes one slot moves over these local layers; 0 when the sides have none of them in common."""
+        first, end = self._bounds(layers)
+        return self._ends_bytes[end] - self._ends_bytes[first]
+
+    def indices(self, layers: range, local_slots: BlockIds, remote_slots: BlockIds) -> tuple[Indices, Indices]:
+        """The segments that move ``local_slots[i]`` into ``remote_slots[i]`` over these local layers, on both sides.
+
+        The slots are equally many, and exist. Both arrays are in the order in which NIXL, which merges neighbours of
+        the list that are neighbours in both memories, finds the most to merge.
+        """
+        local = _places(local_slots, self.local_slots_per_block, self.local_num_blocks)
+        remote = _places(remote_slots, self.remote_slots_per_block, self.remote_num_blocks)
+        # Row by row: a tile's neighbour is the same tile of the next slot.
+        if layers == self._all_layers:
+            tiles = self._merged or self._tiles
+            return (tiles.local_firsts + local).reshape(-1), (tiles.remote_firsts + remote).reshape(-1)
+        tiles = self._some_tiles(layers)
+        if not self._layers_touch():
+            return (tiles.local_firsts + local).reshape(-1), (tiles.remote_firsts + remote).reshape(-1)
+        # Slot by slot: these layers have no row in common, but touch within a slot, and NIXL merges them.
+        order = np.argsort(tiles.addresses, kind="stable")
+        return (
+            (tiles.local_firsts[order] + local).T.reshape(-1),
+            (tiles.remote_firsts[order] + remote).T.reshape(-1),
+        )
+
+    def _some_tiles(self, layers: range) -> _Tiles:
+        first, end = (self._ends[layer] for layer in self._bounds(layers))
+        if self._merged is not None and end - first == self._ends[-1]:
+            return self._merged
+        tiles, part = self._tiles, slice(first, end)
+        return _Tiles(tiles.local_firsts[part], tiles.remote_firsts[part], tiles.addresses[part])
+
+    def _layers_touch(self) -> bool:
+        """Whether most tiles touch one of another layer."""
+        return self._merged is not None and 2 * len(self._merged.addresses) <= len(self._tiles.addresses)
+
+    def _bounds(self, layers: range) -> tuple[int, int]:
+        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= self.num_layers:
+            raise UsageError(f"group {self.name!r}: layers {layers} are not some of range(0, {self.num_layers})")
+        return layers.start, layers.stop
 
 
 @dataclass(frozen=True, eq=False)
 class PairPlan:
-    """How a block is cut to fit both sides. Segment ``i`` of row ``r`` has index ``r * num_blocks + i`` on each side.
+    """How a prefill rank (local) writes to a decode rank (remote).
 
-    ``local_rows`` and ``remote_rows`` have shape (rows, 5), uint64: address, length_bytes, device_id, stride_bytes,
-    count. Row ``r`` is the same piece of a block, of the same length, on both sides. ``block_len_bytes`` is a block's
-    length over all rows.
+    The rows are what a transport prepares; see :mod:`kvpush.rows` for their form. Their number and their counts differ
+    between the sides; segments that :meth:`GroupPlan.indices` puts at the same place are the same elements. A pair that
+    has nothing to write (other layers, other heads, or another writer) has no rows. ``groups`` are the local ones, in
+    their order.
     """
 
-    local_rows: _Rows
-    remote_rows: _Rows
-    local_num_blocks: int
-    remote_num_blocks: int
-    block_len_bytes: int
-    _local_offsets: _Indices = field(init=False, repr=False)  # index of segment 0 of each row, shape (rows, 1)
-    _remote_offsets: _Indices = field(init=False, repr=False)
+    local_rows: Rows
+    remote_rows: Rows
+    groups: tuple[GroupPlan, ...]
 
-    def __post_init__(self) -> None:
-        for side, rows, num_blocks in (
-            ("local", self.local_rows, self.local_num_blocks),
-            ("remote", self.remote_rows, self.remote_num_blocks),
-        ):
-            object.__setattr__(self, f"_{side}_offsets", _row_offsets(side, len(rows), num_blocks))
+    @property
+    def writes_nothing(self) -> bool:
+        """Whether the pair has no bytes to move, whatever is pushed: a transport has nothing to prepare for it."""
+        return not len(self.local_rows)
 
-    def local_indices(self, block_ids: BlockIds) -> _Indices:
-        """Indices into the local rows, row by row. Every id is one of 0 .. ``local_num_blocks`` - 1."""
-        return _indices(self._local_offsets, block_ids)
-
-    def remote_indices(self, block_ids: BlockIds) -> _Indices:
-        """Indices into the remote rows, in the order of :meth:`local_indices`."""
-        return _indices(self._remote_offsets, block_ids)
+    def remote_num_blocks(self, group: int = 0) -> int:
+        """How many blocks the remote side has in a local group, by its place; 0 when it has no such group."""
+        return self.groups[group].remote_num_blocks
 
 
-def _row_offsets(side: str, num_rows: int, num_blocks: int) -> _Indices:
-    if num_rows * num_blocks > _MAX_SEGMENTS:
-        raise Failure(
-            FailureCode.bad_blocks,
-            f"{side} cache: {num_blocks} blocks in {num_rows} pieces are more than NIXL can number ({_MAX_SEGMENTS})",
-        )
-    return (np.arange(num_rows, dtype=np.int64) * num_blocks).astype(np.int32)[:, np.newaxis]
+def _places(slots: BlockIds, slots_per_block: int, num_blocks: int) -> Indices:
+    """Where slots lie among the segments of a tile: there is a row for each part of a block.
 
-
-def _indices(row_offsets: _Indices, block_ids: BlockIds) -> _Indices:
-    # Nothing wraps: PairPlan has checked the largest index there can be.
-    return (row_offsets + block_ids.astype(np.int32)).reshape(-1)
-
-
-def pair(local: CacheGeometry, remote: CacheGeometry, *, min_tile_bytes: int = MIN_TILE_BYTES) -> PairPlan:
-    """Cut a block into the longest pieces that are contiguous on both sides, with the same elements in the same order.
-
-    Layers are matched by name and axes by letter, so the order of either may differ. A block that is contiguous on both
-    sides is one row a layer; keys and values apart in the memory of either side make two. ``min_tile_bytes`` bounds
-    how finely anything else may be cut. Both geometries have been checked. Takes microseconds a layer, however many
-    blocks there are.
-
-    Raises Incompatible naming both values when layers, axes, sizes or dtypes differ, or when the two orders in memory
-    have too little in common; ``Failure(bad_blocks)`` when the cache has more segments than NIXL can number.
+    Added to the index of a tile's first segment, nothing wraps: pair() has checked the largest index there can be.
     """
-    remote_layers = _matched_layers(local, remote)
-    _check_same_blocks(local, remote)
-    local_rows: list[_Rows] = []
-    remote_rows: list[_Rows] = []
-    for ours in local.layers:
-        theirs = remote_layers[ours.name]
-        steps = _block_axes(local, ours, remote, theirs)
-        tile_bytes, outer = _common_tile(steps, local.itemsize_bytes)
-        if tile_bytes < min_tile_bytes and any(step.axis != "K" for step in outer):
-            raise Incompatible(
-                f"layer {ours.name!r}: the two sides order a block's elements too differently in memory: only "
-                f"{tile_bytes} bytes at a time are contiguous on both, at least {min_tile_bytes} are needed"
+    if slots_per_block == 1:
+        return slots.astype(np.int32)
+    blocks, parts = np.divmod(slots, slots_per_block)
+    parts *= num_blocks
+    parts += blocks
+    return parts.astype(np.int32)
+
+
+def descriptors_after_merging(plan: PairPlan, local_indices: Indices, remote_indices: Indices) -> int:
+    """How many descriptors NIXL posts for these index arrays: neighbours of the list that are neighbours in both
+    memories become one. A border between two registered ranges keeps two of them apart and is not known here."""
+    if not len(local_indices):
+        return 0
+    local, remote = segments_of(plan.local_rows, local_indices), segments_of(plan.remote_rows, remote_indices)
+    merges = np.ones(len(local_indices) - 1, dtype=np.bool_)
+    for side in (local, remote):
+        merges &= side.addresses[:-1] + side.lengths_bytes[:-1] == side.addresses[1:]
+        merges &= side.device_ids[:-1] == side.device_ids[1:]
+    return len(local_indices) - int(np.count_nonzero(merges))
+
+
+# --- pairing ---------------------------------------------------------------------------------------------------------
+
+
+def pair(
+    local: CacheGeometry,
+    remote: CacheGeometry,
+    *,
+    local_share: Share = _ALONE,
+    remote_share: Share = _ALONE,
+    min_tile_bytes: int = MIN_TILE_BYTES,
+) -> PairPlan:
+    """Cut what a prefill rank writes to a decode rank into the longest pieces that are contiguous on both sides.
+
+    Groups and layers are matched by name, axes by letter, heads by the shares of the model that the ranks hold, tokens
+    by slots; what only one side has is left out. Tiles of different layers that touch on both sides become one.
+    ``min_tile_bytes`` bounds how finely a block may be cut; keys and values apart, and blocks that are tiny as a whole,
+    are no fault. Both geometries have been checked. Takes microseconds a layer, however many blocks there are.
+
+    Raises Incompatible naming the group, the layer and both values when axes, sizes, heads or dtypes do not fit, or
+    when the two orders in memory have too little in common; ``Failure(bad_blocks)`` when there are more segments than
+    NIXL can number.
+    """
+    remote_groups = {group.name: group for group in remote.groups}
+    builder = _Builder()
+    plans = []
+    for ours in local.groups:
+        theirs = remote_groups.get(ours.name)
+        cut = None if theirs is None else _cut(ours, local_share, theirs, remote_share, min_tile_bytes)
+        plans.append(builder.add(ours, theirs, cut) if theirs and cut else _idle(ours, theirs))
+    return PairPlan(builder.local.rows(), builder.remote.rows(), tuple(plans))
+
+
+def _idle(ours: GroupGeometry, theirs: GroupGeometry | None) -> GroupPlan:
+    """A group in which this rank writes nothing to that one. Its slots are known all the same, if both have it."""
+    slots = _slots_per_block(ours, theirs) if theirs else (1, 1)
+    nothing = _Tiles(_NO_FIRSTS, _NO_FIRSTS, np.empty(0, dtype=np.int64))
+    ends = (0,) * (len(ours.layers) + 1)
+    num_blocks = theirs.num_blocks if theirs else 0
+    return GroupPlan(ours.name, *slots, ours.num_blocks, num_blocks, len(ours.layers), ends, ends, nothing, None)
+
+
+def _slots_per_block(ours: GroupGeometry, theirs: GroupGeometry) -> tuple[int, int]:
+    slot_tokens = math.gcd(ours.block_size_tokens, theirs.block_size_tokens)
+    return ours.block_size_tokens // slot_tokens, theirs.block_size_tokens // slot_tokens
+
+
+class _Pieces(NamedTuple):
+    """Tiles on both sides, in bytes; ``stride`` is from block to block and ``step`` from slot to slot of a block."""
+
+    local_addresses: _Bytes
+    remote_addresses: _Bytes
+    lengths: _Bytes
+    local_strides: _Bytes
+    remote_strides: _Bytes
+    local_steps: _Bytes
+    remote_steps: _Bytes
+    local_devices: _Bytes
+    remote_devices: _Bytes
+
+
+class _Cut(NamedTuple):
+    """How one group is cut: its tiles layer by layer, and how many each local layer has."""
+
+    pieces: _Pieces
+    tiles_per_layer: list[int]
+
+
+class _Side:
+    """The rows of one side, and how many segments they have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._rows: list[Rows] = []
+        self._num_rows = 0
+        self._num_segments = 0
+
+    def rows(self) -> Rows:
+        return np.concatenate(self._rows) if self._rows else _NO_ROWS
+
+    def has_room(self, num_tiles: int, slots_per_block: int, num_blocks: int) -> bool:
+        num_rows = num_tiles * slots_per_block
+        return self._num_rows + num_rows <= _MAX_ROWS and self._num_segments + num_rows * num_blocks <= MAX_SEGMENTS
+
+    def add(
+        self,
+        addresses: _Bytes,
+        lengths: _Bytes,
+        devices: _Bytes,
+        strides: _Bytes,
+        steps: _Bytes,
+        slots_per_block: int,
+        num_blocks: int,
+    ) -> Indices:
+        """Rows for these tiles, one for each part of a block. Returns a column: the index of each one's first segment."""
+        num_tiles = len(addresses)
+        if not self.has_room(num_tiles, slots_per_block, num_blocks):
+            raise Failure(
+                FailureCode.bad_blocks,
+                f"{self._name} cache: {num_blocks} blocks in {num_tiles} pieces of {slots_per_block} parts are more "
+                f"than NIXL can number ({MAX_SEGMENTS}) or than {_MAX_ROWS} rows",
             )
-        local_offsets, remote_offsets = _tile_offsets(outer)
-        local_rows.append(_rows(local, ours, tile_bytes, local_offsets))
-        remote_rows.append(_rows(remote, theirs, tile_bytes, remote_offsets))
-    rows = np.concatenate(local_rows)
-    return PairPlan(
-        local_rows=rows,
-        remote_rows=np.concatenate(remote_rows),
-        local_num_blocks=local.num_blocks,
-        remote_num_blocks=remote.num_blocks,
-        block_len_bytes=int(rows[:, 1].sum()),
-    )
+        rows = np.empty((num_tiles, slots_per_block, 5), dtype=np.uint64)
+        rows[:, :, 0] = addresses[:, np.newaxis] + steps[:, np.newaxis] * np.arange(slots_per_block)
+        rows[:, :, 1] = lengths[:, np.newaxis]
+        rows[:, :, 2] = devices[:, np.newaxis]
+        rows[:, :, 3] = (strides if num_blocks > 1 else lengths)[:, np.newaxis]  # one block's stride means nothing
+        rows[:, :, 4] = num_blocks
+        self._rows.append(rows.reshape(-1, 5))
+        tile_segments = slots_per_block * num_blocks
+        firsts = self._num_segments + np.arange(num_tiles, dtype=np.int64) * tile_segments
+        self._num_rows += num_tiles * slots_per_block
+        self._num_segments += num_tiles * tile_segments
+        return firsts.astype(np.int32)[:, np.newaxis]
 
 
-def _matched_layers(local: CacheGeometry, remote: CacheGeometry) -> dict[str, LayerGeometry]:
-    ours = {layer.name for layer in local.layers}
-    theirs = {layer.name: layer for layer in remote.layers}
-    if differing := ours ^ theirs.keys():
-        missing = ", ".join(repr(name) for name in sorted(differing)[:4])
-        raise Incompatible(
-            f"layers: {len(ours)} here, {len(theirs)} at the peer; on one side only: {missing}"
-            + (f" and {len(differing) - 4} more" if len(differing) > 4 else "")
+class _Builder:
+    """Collects the rows of all groups of a pair."""
+
+    def __init__(self) -> None:
+        self.local = _Side("local")
+        self.remote = _Side("remote")
+
+    def add(self, ours: GroupGeometry, theirs: GroupGeometry, cut: _Cut) -> GroupPlan:
+        slots = _slots_per_block(ours, theirs)
+        tiles = self._tiles(cut.pieces, slots, ours.num_blocks, theirs.num_blocks)
+        merged = _merged(cut.pieces, slots, ours.num_blocks, theirs.num_blocks)
+        has_room = merged is not None and all(
+            side.has_room(len(merged.lengths), parts, group.num_blocks)
+            for side, parts, group in zip((self.local, self.remote), slots, (ours, theirs), strict=True)
         )
-    return theirs
+        ends = (0, *np.cumsum(cut.tiles_per_layer).tolist())
+        bytes_before = np.concatenate(([0], np.cumsum(cut.pieces.lengths)))
+        return GroupPlan(
+            name=ours.name,
+            local_slots_per_block=slots[0],
+            remote_slots_per_block=slots[1],
+            local_num_blocks=ours.num_blocks,
+            remote_num_blocks=theirs.num_blocks,
+            num_layers=len(ours.layers),
+            _ends=ends,
+            _ends_bytes=tuple(bytes_before[list(ends)].tolist()),
+            _tiles=tiles,
+            _merged=self._tiles(merged, slots, ours.num_blocks, theirs.num_blocks) if merged and has_room else None,
+        )
+
+    def _tiles(self, pieces: _Pieces, slots: tuple[int, int], local_num_blocks: int, remote_num_blocks: int) -> _Tiles:
+        p = pieces
+        return _Tiles(
+            self.local.add(
+                p.local_addresses,
+                p.lengths,
+                p.local_devices,
+                p.local_strides,
+                p.local_steps,
+                slots[0],
+                local_num_blocks,
+            ),
+            self.remote.add(
+                p.remote_addresses,
+                p.lengths,
+                p.remote_devices,
+                p.remote_strides,
+                p.remote_steps,
+                slots[1],
+                remote_num_blocks,
+            ),
+            p.local_addresses,
+        )
 
 
-def _check_same_blocks(local: CacheGeometry, remote: CacheGeometry) -> None:
-    ours, theirs = _block_form(local), _block_form(remote)
-    if ours != theirs:
-        raise Incompatible(f"a block here is {_described(ours)}, a block at the peer {_described(theirs)}")
+def _merged(pieces: _Pieces, slots: tuple[int, int], local_num_blocks: int, remote_num_blocks: int) -> _Pieces | None:
+    """Tiles that touch on both sides, and go on touching from slot to slot, as one; ``None`` when no two do."""
+    order = np.lexsort((pieces.local_addresses, pieces.local_devices))
+    p = _Pieces(*(values[order] for values in pieces))
+    touches = p.local_addresses[:-1] + p.lengths[:-1] == p.local_addresses[1:]
+    touches &= p.remote_addresses[:-1] + p.lengths[:-1] == p.remote_addresses[1:]
+    alike = [p.local_devices, p.remote_devices]
+    alike += [p.local_strides] if local_num_blocks > 1 else []
+    alike += [p.remote_strides] if remote_num_blocks > 1 else []
+    alike += [p.local_steps] if slots[0] > 1 else []
+    alike += [p.remote_steps] if slots[1] > 1 else []
+    for values in alike:
+        touches &= values[:-1] == values[1:]
+    if not touches.any():
+        return None
+    starts = np.concatenate(([0], np.flatnonzero(~touches) + 1))
+    lengths = np.add.reduceat(p.lengths, starts)
+    found = _Pieces(*(values[starts] for values in p))._replace(lengths=lengths)
+    # A peer's layers may share bytes, by mistake; then these would be no rows.
+    for strides, num_blocks in ((found.local_strides, local_num_blocks), (found.remote_strides, remote_num_blocks)):
+        if num_blocks > 1 and np.any(lengths > strides):
+            return None
+    return found
 
 
-def _block_form(geometry: CacheGeometry) -> dict[str, Any]:
-    axes = zip(geometry.dims, geometry.layers[0].shape, strict=True)
-    sizes = {axis: size for axis, size in axes if axis != "B"}
-    return {**sizes, "dtype": geometry.dtype, "itemsize_bytes": geometry.itemsize_bytes}
-
-
-def _described(form: dict[str, Any]) -> str:
-    return " ".join(f"{name}={form[name]}" for name in sorted(form))
+# --- cutting one group -----------------------------------------------------------------------------------------------
 
 
 class _Step(NamedTuple):
-    """One axis of a block, and how far apart its neighbours are on either side."""
+    """One axis of a slot, and how far apart its neighbours are on either side."""
 
     axis: str
     size: int
@@ -153,13 +367,114 @@ class _Step(NamedTuple):
     remote_stride_bytes: int
 
 
-def _block_axes(
-    local: CacheGeometry, ours: LayerGeometry, remote: CacheGeometry, theirs: LayerGeometry
-) -> tuple[_Step, ...]:
-    remote_strides = dict(zip(remote.dims, theirs.strides_bytes, strict=True))
-    axes = zip(local.dims, ours.shape, ours.strides_bytes, strict=True)
-    return tuple(
-        _Step(axis, size, stride, remote_strides[axis]) for axis, size, stride in axes if axis != "B" and size > 1
+class _Pattern(NamedTuple):
+    """Where the tiles of a slot start on either side, in bytes from the tensor's address, and how long each one is."""
+
+    local_offsets: _Bytes
+    remote_offsets: _Bytes
+    tile_bytes: int
+
+
+class _Common(NamedTuple):
+    """What two groups have in common: how many tokens a slot has, and which heads are written."""
+
+    ours: GroupGeometry
+    theirs: GroupGeometry
+    slot_tokens: int
+    heads: range  # of the model; range(1) where there are none
+    our_first_head: int
+    their_first_head: int
+
+
+def _cut(
+    ours: GroupGeometry, our_share: Share, theirs: GroupGeometry, their_share: Share, min_tile_bytes: int
+) -> _Cut | None:
+    """The tiles of one group, or ``None`` when this rank has nothing to write to that one."""
+    their_layers = {layer.name: layer for layer in theirs.layers}
+    shared = [layer for layer in ours.layers if layer.name in their_layers]
+    if not shared:
+        return None
+    _check_alike(ours, theirs, shared[0].name)
+    heads = written_heads(our_share.tp, their_share.tp, ours.total)
+    if not heads:
+        return None
+    common = _Common(
+        ours,
+        theirs,
+        math.gcd(ours.block_size_tokens, theirs.block_size_tokens),
+        heads,
+        _first_head("here", ours, our_share),
+        _first_head("at the peer", theirs, their_share),
+    )
+    patterns: dict[tuple[tuple[int, ...], tuple[int, ...]], _Pattern] = {}  # layers are mostly alike
+    chosen: list[tuple[LayerGeometry, LayerGeometry, _Pattern]] = []
+    tiles_per_layer = []
+    for layer in ours.layers:
+        other = their_layers.get(layer.name)
+        if other is None:
+            tiles_per_layer.append(0)
+            continue
+        form = (layer.strides_bytes, other.strides_bytes)
+        pattern = patterns.get(form)
+        if pattern is None:
+            pattern = patterns[form] = _pattern(common, layer, other, min_tile_bytes)
+        tiles_per_layer.append(len(pattern.local_offsets))
+        chosen.append((layer, other, pattern))
+    return _Cut(_pieces(common, chosen), tiles_per_layer)
+
+
+def _check_alike(ours: GroupGeometry, theirs: GroupGeometry, layer: str) -> None:
+    where = f"group {ours.name!r}, layer {layer!r}"
+    if ("K" in ours.dims) != ("K" in theirs.dims):
+        raise Incompatible(
+            f"{where}: dims {ours.dims!r} here, {theirs.dims!r} at the peer: keys and values are one tensor on one "
+            "side and two on the other, which is not supported"
+        )
+    if set(ours.dims) != set(theirs.dims):
+        raise Incompatible(f"{where}: dims {ours.dims!r} here, {theirs.dims!r} at the peer: the axes differ")
+    for what, here, there in (
+        ("dtype", ours.dtype, theirs.dtype),
+        ("item size", ours.itemsize_bytes, theirs.itemsize_bytes),
+        ("head size", ours.axis_size("D"), theirs.axis_size("D")),
+        ("state size", ours.axis_size("S"), theirs.axis_size("S")),
+        ("KV heads of the model", ours.total_kv_heads, theirs.total_kv_heads),
+    ):
+        if here != there:
+            raise Incompatible(f"{where}: {what} {here} here, {there} at the peer")
+
+
+def _first_head(side: str, group: GroupGeometry, share: Share) -> int:
+    """The first of the model's heads in a rank's tensors, once they are known to have as many as the rank's share."""
+    heads = group.axis_size("H")
+    if heads is None:
+        return 0
+    held = heads_of(*share.tp, group.total_kv_heads)
+    if heads != len(held):
+        raise Incompatible(
+            f"group {group.name!r}, layer {group.layers[0].name!r} {side}: {heads} heads in the tensor, {len(held)} "
+            f"are the share of tp_rank {share.tp_rank} of {share.tp_size} in {group.total_kv_heads}"
+        )
+    return held.start
+
+
+def _pattern(common: _Common, layer: LayerGeometry, other: LayerGeometry, min_tile_bytes: int) -> _Pattern:
+    local_strides = dict(zip(common.ours.dims, layer.strides_bytes, strict=True))
+    remote_strides = dict(zip(common.theirs.dims, other.strides_bytes, strict=True))
+    sizes = dict(zip(common.ours.dims, layer.shape, strict=True))
+    sizes |= {axis: size for axis, size in (("N", common.slot_tokens), ("H", len(common.heads))) if axis in sizes}
+    steps = tuple(
+        _Step(axis, size, local_strides[axis], remote_strides[axis])
+        for axis, size in sizes.items()
+        if axis != "B" and size > 1
+    )
+    tile_bytes, outer = _common_tile(steps, common.ours.itemsize_bytes)
+    if tile_bytes < min_tile_bytes and _is_cut_finely(common, outer):
+        raise Incompatible(_too_fine(common, layer, other, tile_bytes, min_tile_bytes))
+    local, remote = _tile_offsets(outer)
+    return _Pattern(
+        local + (common.heads.start - common.our_first_head) * local_strides.get("H", 0),
+        remote + (common.heads.start - common.their_first_head) * remote_strides.get("H", 0),
+        tile_bytes,
     )
 
 
@@ -176,176 +491,84 @@ def _common_tile(steps: tuple[_Step, ...], itemsize_bytes: int) -> tuple[int, tu
     return tile_bytes, tuple(sorted(outer, key=lambda step: -step.local_stride_bytes))
 
 
-def _tile_offsets(outer: tuple[_Step, ...]) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Where a block's tiles start on either side, in bytes from the block's address; one tile, one index."""
-    local = np.zeros(1, dtype=np.uint64)
-    remote = np.zeros(1, dtype=np.uint64)
-    for step in outer:
-        steps = np.arange(step.size, dtype=np.uint64)
-        local = np.add.outer(local, steps * np.uint64(step.local_stride_bytes)).reshape(-1)
-        remote = np.add.outer(remote, steps * np.uint64(step.remote_stride_bytes)).reshape(-1)
-    return local, remote
+def _is_cut_finely(common: _Common, outer: Sequence[_Step]) -> bool:
+    """Whether tiles are smaller than what belongs together on both sides: a whole block, of keys or of values."""
+    return any(step.axis != "K" for step in outer) or min(_slots_per_block(common.ours, common.theirs)) > 1
 
 
-def _rows(geometry: CacheGeometry, layer: LayerGeometry, tile_bytes: int, offsets: npt.NDArray[np.uint64]) -> _Rows:
-    stride_bytes = layer.strides_bytes[geometry.dims.index("B")]
-    rows = np.empty((len(offsets), 5), dtype=np.uint64)
-    rows[:, 0] = offsets + np.uint64(layer.address)
-    rows[:, 1] = tile_bytes
-    rows[:, 2] = layer.device_id
-    rows[:, 3] = stride_bytes if geometry.num_blocks > 1 else tile_bytes  # a single block's stride means nothing
-    rows[:, 4] = geometry.num_blocks
-    return rows
-
-
-# --- positions -------------------------------------------------------------------------------------------------------
-
-
-def block_len_bytes(geometry: CacheGeometry) -> int:
-    """The length of one block over all layers. Raises ConfigurationError for a cache that no plan could serve."""
-    try:
-        return pair(geometry, geometry).block_len_bytes
-    except Failure as exc:
-        raise ConfigurationError(
-            f"dims={geometry.dims!r}: a block's elements lie too far apart to be written: {exc.reason}"
-        ) from exc
-
-
-class Overlap(NamedTuple):
-    """The positions ``first_block`` .. that both sides hold: ``local_ids[i]`` goes into ``remote_ids[i]``."""
-
-    first_block: int
-    local_ids: BlockIds
-    remote_ids: BlockIds
-
-
-def overlap(wanted_first: int, wanted_ids: BlockIds, held_first: int, held_ids: BlockIds) -> Overlap | None:
-    """What a transfer's holder can write of what was asked for; ``None`` when no position is on both sides.
-
-    Position ``first + i`` is in block ``ids[i]``. Only positions count, never how long the lists are. The arrays are
-    views of the arguments.
-    """
-    first = max(wanted_first, held_first)
-    end = min(wanted_first + len(wanted_ids), held_first + len(held_ids))
-    if first >= end:
-        return None
-    return Overlap(
-        first_block=first,
-        local_ids=held_ids[first - held_first : end - held_first],
-        remote_ids=wanted_ids[first - wanted_first : end - wanted_first],
+def _too_fine(common: _Common, layer: LayerGeometry, other: LayerGeometry, tile_bytes: int, min_tile_bytes: int) -> str:
+    ours, theirs = _described(common.ours, layer), _described(common.theirs, other)
+    return (
+        f"group {common.ours.name!r}, layer {layer.name!r}: only {tile_bytes} bytes at a time are contiguous on both "
+        f"sides, at least {min_tile_bytes} are needed: {ours} here, {theirs} at the peer, {len(common.heads)} heads "
+        f"and {common.slot_tokens} tokens in common; min_tile_bytes={tile_bytes} permits it, at the price of many "
+        "small writes"
     )
 
 
-# --- block ids -------------------------------------------------------------------------------------------------------
+def _described(group: GroupGeometry, layer: LayerGeometry) -> str:
+    """A block's order in memory, outermost axis first, with sizes: ``BNHD (N=16, H=8, D=128)``."""
+    axes = sorted(zip(group.dims, layer.shape, layer.strides_bytes, strict=True), key=lambda axis: -axis[2])
+    order = "".join(axis for axis, _, _ in axes)
+    sizes = ", ".join(f"{axis}={size}" for axis, size, _ in axes if axis not in "BK")
+    return f"{order} ({sizes})"
 
 
-def check_block_ids(block_ids: Any, num_blocks: int, *, what: str, unique: bool) -> BlockIds:
-    """A caller's block ids as a fresh C-contiguous int64 array, each one of 0 .. ``num_blocks`` - 1.
-
-    Takes a list, tuple, range or other sequence of integers, or a one-dimensional integer array or tensor; an empty one
-    is fine. ``unique`` refuses an id that comes twice. Raises UsageError with ``what`` and the offending value.
-    """
-    ids = _converted(block_ids, num_blocks, what)
-    if unique and (repeated := _repeated(ids)) is not None:
-        raise UsageError(f"{what}: block {repeated} comes twice")
-    return ids
-
-
-def check_remote_ids(block_ids: BlockIds, num_blocks: int) -> None:
-    """The same rule for ids that a peer sent. Raises ``Failure(bad_blocks)`` with the offending value."""
-    if not block_ids.size:
-        return
-    if (bad := _outside(block_ids, num_blocks)) is not None:
-        raise Failure(FailureCode.bad_blocks, f"the peer names block {bad}; it has blocks 0 to {num_blocks - 1}")
-    if (repeated := _repeated(block_ids)) is not None:
-        raise Failure(FailureCode.bad_blocks, f"the peer names block {repeated} twice")
+def _tile_offsets(outer: tuple[_Step, ...]) -> tuple[_Bytes, _Bytes]:
+    """Where a slot's tiles start on either side, in bytes from its first element; one tile, one index."""
+    local = np.zeros(1, dtype=np.int64)
+    remote = np.zeros(1, dtype=np.int64)
+    for step in outer:
+        steps = np.arange(step.size, dtype=np.int64)
+        local = np.add.outer(local, steps * step.local_stride_bytes).reshape(-1)
+        remote = np.add.outer(remote, steps * step.remote_stride_bytes).reshape(-1)
+    return local, remote
 
 
-def _converted(block_ids: Any, num_blocks: int, what: str) -> BlockIds:
-    if type(block_ids) is list or type(block_ids) is tuple:
-        return _from_list(block_ids, num_blocks, what)
-    if isinstance(block_ids, torch.Tensor):
-        block_ids = _from_tensor(block_ids, what)
-    if isinstance(block_ids, np.ndarray) and not isinstance(block_ids, np.ma.MaskedArray):
-        return _from_array(block_ids, num_blocks, what)
-    if isinstance(block_ids, range):
-        return _from_range(block_ids, num_blocks, what)
-    if isinstance(block_ids, Sequence) and not isinstance(block_ids, str | bytes | bytearray | memoryview):
-        return _from_list(list(block_ids), num_blocks, what)
-    raise UsageError(f"{what}: {_clipped(block_ids)} is not a sequence of block ids")
+def _pieces(common: _Common, chosen: Sequence[tuple[LayerGeometry, LayerGeometry, _Pattern]]) -> _Pieces:
+    counts = [len(pattern.local_offsets) for _, _, pattern in chosen]
+
+    def spread(values: list[int]) -> _Bytes:
+        return np.repeat(np.array(values, dtype=np.int64), counts)
+
+    def strides(group: GroupGeometry, layers: list[LayerGeometry], axis: str) -> _Bytes:
+        place = group.dims.find(axis)
+        return spread([layer.strides_bytes[place] if place >= 0 else 0 for layer in layers])
+
+    ours, theirs = [layer for layer, _, _ in chosen], [other for _, other, _ in chosen]
+    return _Pieces(
+        local_addresses=spread([layer.address for layer in ours])
+        + np.concatenate([pattern.local_offsets for _, _, pattern in chosen]),
+        remote_addresses=spread([other.address for other in theirs])
+        + np.concatenate([pattern.remote_offsets for _, _, pattern in chosen]),
+        lengths=spread([pattern.tile_bytes for _, _, pattern in chosen]),
+        local_strides=strides(common.ours, ours, "B"),
+        remote_strides=strides(common.theirs, theirs, "B"),
+        local_steps=strides(common.ours, ours, "N") * common.slot_tokens,
+        remote_steps=strides(common.theirs, theirs, "N") * common.slot_tokens,
+        local_devices=spread([layer.device_id for layer in ours]),
+        remote_devices=spread([other.device_id for other in theirs]),
+    )
 
 
-def _from_tensor(block_ids: torch.Tensor, what: str) -> npt.NDArray[Any]:
-    """Its values as an array. Sparse, meta and quantized tensors have none that numpy could hold."""
-    if not block_ids.numel():
-        return np.empty(0, dtype=np.int64)  # torch.tensor([]) is a tensor of floats
-    if block_ids.is_floating_point() or block_ids.is_complex():
-        raise UsageError(f"{what}: a tensor of {block_ids.dtype}; block ids are integers")
-    try:
-        return block_ids.detach().cpu().numpy()
-    except (TypeError, RuntimeError, NotImplementedError) as exc:
-        raise UsageError(f"{what}: a tensor of {block_ids.dtype} with layout {block_ids.layout}: {exc}") from exc
+# --- one side by itself ----------------------------------------------------------------------------------------------
 
 
-def _from_list(block_ids: list[Any] | tuple[Any, ...], num_blocks: int, what: str) -> BlockIds:
-    if not block_ids:
-        return np.empty(0, dtype=np.int64)
-    # bool is an int to numpy and to isinstance, and 1.5 becomes 1: only the exact type can be trusted.
-    if set(map(type, block_ids)) != {int}:
-        for block_id in block_ids:
-            if not isinstance(block_id, Integral) or isinstance(block_id, bool):
-                raise UsageError(f"{what}: {_clipped(block_id)} is not a block id; block ids are integers")
-    # Before the conversion: 2**63 does not fit into an int64. On plain ints faster than numpy's own min and max.
-    for block_id in (min(block_ids), max(block_ids)):
-        _check_inside(int(block_id), num_blocks, what)
-    return np.array(block_ids, dtype=np.int64)
+def check_writable(geometry: CacheGeometry, *, min_tile_bytes: int = MIN_TILE_BYTES) -> None:
+    """Raises ConfigurationError for a cache that no plan could serve, not even with a peer of the same layout."""
+    for group in geometry.groups:
+        heads = range(group.axis_size("H") or 1)
+        common = _Common(group, group, group.block_size_tokens, heads, 0, 0)
+        try:
+            for layer in group.layers:
+                _pattern(common, layer, layer, min_tile_bytes)
+        except Incompatible as exc:
+            raise ConfigurationError(
+                f"dims={group.dims!r}: a block's elements lie too far apart to be written: {exc.reason}"
+            ) from exc
 
 
-def _from_range(block_ids: range, num_blocks: int, what: str) -> BlockIds:
-    if block_ids:
-        # Before the conversion: a range far too long must not be laid out in memory. Its ends are its extremes.
-        for block_id in (block_ids[0], block_ids[-1]):
-            _check_inside(block_id, num_blocks, what)
-    return np.array(block_ids, dtype=np.int64)
-
-
-def _from_array(block_ids: npt.NDArray[Any], num_blocks: int, what: str) -> BlockIds:
-    if block_ids.ndim != 1:
-        raise UsageError(f"{what}: an array of shape {block_ids.shape}; block ids are one-dimensional")
-    if not block_ids.size:
-        return np.empty(0, dtype=np.int64)
-    if block_ids.dtype.kind not in "iu":
-        raise UsageError(f"{what}: an array of {block_ids.dtype}, such as {block_ids[0]!r}; block ids are integers")
-    if (bad := _outside(block_ids, num_blocks)) is not None:
-        _check_inside(bad, num_blocks, what)
-    return np.array(block_ids, dtype=np.int64, order="C")
-
-
-def _check_inside(block_id: int, num_blocks: int, what: str) -> None:
-    if not 0 <= block_id < num_blocks:
-        raise UsageError(f"{what}: block {_clipped(block_id)} is not one of 0 to {num_blocks - 1}")
-
-
-def _outside(block_ids: npt.NDArray[Any], num_blocks: int) -> int | None:
-    """An id that is not one of 0 .. num_blocks - 1, if there is one. The array is not empty."""
-    lowest, highest = int(block_ids.min()), int(block_ids.max())
-    if lowest < 0:
-        return lowest
-    return highest if highest >= num_blocks else None
-
-
-def _repeated(block_ids: BlockIds) -> int | None:
-    """An id that comes more than once, if there is one."""
-    if len(block_ids) <= _FEW_IDS and len(set(block_ids.tolist())) == len(block_ids):
-        return None
-    ordered = np.sort(block_ids)
-    again = ordered[1:] == ordered[:-1]
-    return int(ordered[int(again.argmax())]) if again.any() else None
-
-
-def _clipped(value: object) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # an int of more digits than Python converts
-        text = "a number of thousands of digits"
-    return text if len(text) <= 80 else text[:79] + "…"
+def block_len_bytes(geometry: CacheGeometry, group: int = 0, *, min_tile_bytes: int = MIN_TILE_BYTES) -> int:
+    """The length of one block of a group over all its layers. Raises as :func:`check_writable` does."""
+    check_writable(geometry, min_tile_bytes=min_tile_bytes)
+    return geometry.groups[group].block_len_bytes

@@ -21,6 +21,7 @@ from collections import Counter
 from functools import partial
 
 from kvpush import metadata, wire
+from kvpush.blocks import check_remote_ids
 from kvpush.config import Config, HoldPolicy
 from kvpush.endings import Endings
 from kvpush.errors import Failure, FailureCode, QueueFull, TransportError
@@ -28,7 +29,6 @@ from kvpush.events import Outcome, StaleReason
 from kvpush.identity import Identity, mismatch
 from kvpush.lifecycle import PUSH, PushState, PushTrigger
 from kvpush.lines import Lines
-from kvpush.plan import check_remote_ids
 from kvpush.prefill_effects import (
     AbandonWrite,
     Effect,

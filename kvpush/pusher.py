@@ -23,23 +23,24 @@ import numpy.typing as npt
 import torch
 
 from kvpush import wire
+from kvpush.blocks import BlockIds, check_block_ids
 from kvpush.config import Config
 from kvpush.endpoint import Endpoint, advertised, parse_listen
-from kvpush.errors import Closed, Failure, FailureCode, TransportError, UsageError
+from kvpush.errors import Closed, Failure, FailureCode, Incompatible, TransportError, UsageError
 from kvpush.events import BlocksReleased, Outcome, PushFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
 from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
-from kvpush.plan import PairPlan, block_len_bytes, check_block_ids, pair
+from kvpush.parallel import Share
+from kvpush.plan import PairPlan, block_len_bytes, pair
 from kvpush.prefill import PrefillCore
 from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send
 from kvpush.registry import Clock, Registry
+from kvpush.rows import Indices
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position, check_setup, check_timeout
 from kvpush.transport import RemoteHandle, Transport, TransportFactory, WriteHandle
-
-BlockIds = npt.NDArray[np.int64]
 
 
 class Fence(Protocol):
@@ -113,9 +114,11 @@ class PrefillPusher(Side[PushFinished, _Account]):
         events: EventQueue[PushFinished] = EventQueue()
         super().__init__(config, engine_id, identity.incarnation, registry, ledger, events)
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
-        self._num_blocks = geometry.num_blocks
+        self._num_blocks = geometry.groups[0].num_blocks
         self._is_draining = False
-        self._loop = _PushLoop(identity, geometry, config, clock, registry, ledger, events, endpoint, transport_factory)
+        self._loop = _PushLoop(
+            identity, geometry, spec.share, config, clock, registry, ledger, events, endpoint, transport_factory
+        )
         self._run(self._loop)
         self.address: tuple[str, int] = advertised(self._loop.bound, advertise).address
 
@@ -222,7 +225,22 @@ class _Peer:
 
     @property
     def num_blocks(self) -> int:
-        return self.plan.remote_num_blocks
+        return self.plan.remote_num_blocks()
+
+    def indices(self, local_ids: BlockIds, remote_ids: BlockIds) -> tuple[Indices, Indices]:
+        (group,) = self.plan.groups
+        return group.indices(range(group.num_layers), local_ids, remote_ids)
+
+
+def _check_served(plan: PairPlan) -> None:
+    """The core still counts in blocks of one group, which both sides hold whole."""
+    for group in plan.groups:
+        if (group.local_slots_per_block, group.remote_slots_per_block) != (1, 1):
+            raise Incompatible(f"group {group.name!r}: blocks of unequal sizes are not served yet")
+        if not all(group.slot_len_bytes(range(layer, layer + 1)) for layer in range(group.num_layers)):
+            raise Incompatible(f"group {group.name!r}: layers that only one side has are not served yet")
+    if len(plan.groups) != 1:
+        raise Incompatible(f"{len(plan.groups)} groups of layers are not served yet")
 
 
 class _PushLoop(Loop):
@@ -232,6 +250,7 @@ class _PushLoop(Loop):
         self,
         identity: Identity,
         geometry: CacheGeometry,
+        share: Share,
         config: Config,
         clock: Clock,
         registry: Registry,
@@ -244,6 +263,7 @@ class _PushLoop(Loop):
         self.bound = listen
         self._identity = identity
         self._geometry = geometry
+        self._share = share
         self._ledger = ledger
         self._events = events
         self._transport_factory = transport_factory
@@ -452,8 +472,7 @@ class _PushLoop(Loop):
         try:
             handle = self._transport.post_write(
                 peer.remote,
-                peer.plan.local_indices(effect.local_ids),
-                peer.plan.remote_indices(effect.remote_ids),
+                *peer.indices(effect.local_ids, effect.remote_ids),
                 effect.notification,
             )
         except Exception as exc:  # noqa: BLE001  # the core waits for exactly one answer
@@ -471,7 +490,8 @@ class _PushLoop(Loop):
     def _load(self, effect: LoadPeer) -> list[Effect]:
         assert self._transport is not None
         try:
-            plan = pair(self._geometry, effect.geometry)
+            plan = pair(self._geometry, effect.geometry, local_share=self._share, remote_share=self._share)
+            _check_served(plan)
             remote = self._transport.add_remote(
                 effect.agent_name, effect.blob, effect.geometry.memory, plan.local_rows, plan.remote_rows
             )

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpush import wire
+from kvpush.blocks import overlap
 from kvpush.errors import FailureCode
 from kvpush.events import Outcome, PushFinished
 from kvpush.lifecycle import PUSH, PushState
-from kvpush.plan import overlap
 from kvpush.tombstones import Tombstone
 
 LinkId = bytes

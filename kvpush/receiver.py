@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 
 from kvpush import wire
+from kvpush.blocks import check_block_ids
 from kvpush.config import Config
 from kvpush.decode import DecodeCore, Dial, Effect, Emit, HangUp, Send
 from kvpush.endpoint import Endpoint, parse_address
@@ -37,7 +38,7 @@ from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import Dialer, LinkClosed, LinkEvent, LinkMessage, LinkOpened, make_context
 from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
-from kvpush.plan import block_len_bytes, check_block_ids
+from kvpush.plan import block_len_bytes
 from kvpush.registry import Clock, Registry
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position, check_setup, check_timeout
 from kvpush.transport import Notification, Transport, TransportFactory
@@ -101,7 +102,8 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
         self._spec = spec
         self._is_draining = False
-        self._is_in_use = np.zeros(geometry.num_blocks, dtype=np.bool_)  # by block; guarded by the ledger's lock
+        num_blocks = geometry.groups[0].num_blocks
+        self._is_in_use = np.zeros(num_blocks, dtype=np.bool_)  # by block; guarded by the ledger's lock
         self._loop = _ReceiveLoop(identity, geometry, config, clock, registry, ledger, events, transport_factory)
         self._run(self._loop)
 

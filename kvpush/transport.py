@@ -4,9 +4,9 @@ Thread ownership: a transport belongs to **one** thread (the loop thread of its 
 call below, the constructor and :meth:`Transport.close` included. Calls from another thread are refused (UsageError).
 Nothing here blocks for longer than ``add_remote``'s non-blocking connect (milliseconds).
 
-Block addressing: both sides of a remote are lists of *rows*. A row is a strided run of equally long segments,
-``(address, length_bytes, device_id, stride_bytes, count)``; segment ``i`` of row ``r`` has index ``r * count + i``
-(every row of one side has the same ``count``, the number of blocks of that side's cache).
+Block addressing: each side of a remote is a list of *rows* (:mod:`kvpush.rows`), strided runs of equally long segments.
+A segment's index counts the segments of all rows before its own, then its place in its row. The two sides may have
+different numbers of rows, of different counts and lengths; only the segments that one WRITE pairs must be equally long.
 
 Who is to blame decides what is raised. :class:`~kvpush.errors.UsageError`: the caller broke a rule written here, and
 nothing has changed. :class:`~kvpush.errors.TransportError`: the peer, the network or NIXL. A closed transport raises
@@ -21,17 +21,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kvpush.config import Config
 from kvpush.layout import MemoryKind, MemoryRange
-
-_MAX_SEGMENTS = 2**31 - 1  # indices are int32
-_ADDRESS_SPACE = 2**64
-
-Rows = npt.NDArray[np.uint64]  # shape (rows, 5): address, length_bytes, device_id, stride_bytes, count
-Indices = npt.NDArray[np.int32]  # shape (segments,)
+from kvpush.rows import Indices as Indices
+from kvpush.rows import Rows as Rows
 
 RemoteHandle = NewType("RemoteHandle", int)
 WriteHandle = NewType("WriteHandle", int)
@@ -77,8 +70,8 @@ class Transport(Protocol):
     ) -> RemoteHandle:
         """Load a *verified* metadata blob and prepare both descriptor lists.
 
-        Both sides have the same number of rows, and row ``r`` has the same length on both. ``kind`` is the remote
-        memory's. All or nothing: on an error nothing of this remote stays loaded.
+        Neither side is empty. ``kind`` is the remote memory's. All or nothing: on an error nothing of this remote stays
+        loaded.
         Raises ``TransportError(handshake_failed)``, also when the blob names another agent than ``agent_name``, when
         that agent is already loaded, and when rows leave the memory that the blob advertises.
         A blob that is damaged behind its name may make that *name* unusable here for good: verify before calling.
@@ -95,10 +88,10 @@ class Transport(Protocol):
     ) -> WriteHandle:
         """Post one WRITE of the given segments, with ``notification`` bound to its end.
 
-        The lists are equally long and not empty. Returns at once; the state comes from :meth:`poll_write`. The local
-        bytes may be read at any time until the end.
-        Raises ``TransportError(write_failed)`` when nothing was posted, or ``TransportError(peer_lost)`` with
-        ``disconnected`` set: after either, no byte of it lands (any more).
+        The lists are equally long and not empty, and segments at the same place in both are equally long. Returns at
+        once; the state comes from :meth:`poll_write`. The local bytes may be read at any time until the end.
+        Raises ``TransportError(write_failed)`` when nothing was posted, also for segments of unequal lengths, or
+        ``TransportError(peer_lost)`` with ``disconnected`` set: after either, no byte of it lands (any more).
         """
 
     def poll_write(self, write: WriteHandle) -> bool:
@@ -124,48 +117,6 @@ class Transport(Protocol):
     def close(self) -> None:
         """Release handles, lists, remotes, memory and the agent, in this order. Idempotent, bounded, never raises
         because of a peer or NIXL. Only this stops writes that were posted here and never ended."""
-
-
-def rows_problem(rows: Rows) -> str | None:
-    """Why these rows cannot be a side of a remote, or ``None``.
-
-    Not left to NIXL: its own range check computes a row's end modulo 2**64, so that a row with a huge stride or count
-    would pass it and reach memory that nobody registered.
-    """
-    if rows.dtype != np.uint64 or rows.ndim != 2 or rows.shape[1] != 5 or not len(rows):
-        return f"rows are a non-empty (rows, 5) array of uint64, not {rows.shape} of {rows.dtype}"
-    count = int(rows[0, 4])
-    if np.any(rows[:, 4] != count):
-        return "rows differ in their count of segments"
-    if not 0 < count * len(rows) <= _MAX_SEGMENTS:
-        return f"{len(rows)} rows of {count} segments: indices would leave int32"
-    for index, (address, length_bytes, _, stride_bytes, _) in enumerate(rows.tolist()):
-        if not 0 < length_bytes <= stride_bytes:
-            return f"row {index}: segments of {length_bytes} bytes, {stride_bytes} bytes apart, are empty or overlap"
-        if address + stride_bytes * (count - 1) + length_bytes > _ADDRESS_SPACE:
-            return f"row {index} leaves the address space"
-    return None
-
-
-def pair_problem(local_rows: Rows, remote_rows: Rows) -> str | None:
-    """Why these two sides do not fit together, or ``None``. Both are valid on their own."""
-    if len(local_rows) != len(remote_rows):
-        return f"{len(local_rows)} local rows, {len(remote_rows)} remote rows"
-    unequal = np.flatnonzero(local_rows[:, 1] != remote_rows[:, 1])
-    if len(unequal):
-        row = int(unequal[0])
-        return f"row {row}: segments of {local_rows[row, 1]} bytes here, of {remote_rows[row, 1]} there"
-    return None
-
-
-def indices_problem(local_indices: Indices, remote_indices: Indices) -> str | None:
-    """Why these index lists cannot be written, or ``None``. Their range is the implementation's to check."""
-    for indices in (local_indices, remote_indices):
-        if indices.dtype != np.int32 or indices.ndim != 1:
-            return f"indices are a flat array of int32, not {indices.shape} of {indices.dtype}"
-    if not len(local_indices) or len(local_indices) != len(remote_indices):
-        return f"{len(local_indices)} local and {len(remote_indices)} remote indices: equally many, at least one"
-    return None
 
 
 TransportFactory = Callable[[str, MemoryKind, Sequence[MemoryRange], Config], Transport]

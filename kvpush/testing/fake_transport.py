@@ -38,17 +38,8 @@ import numpy.typing as npt
 from kvpush.config import Config
 from kvpush.errors import Closed, ConfigurationError, FailureCode, TransportError, UsageError
 from kvpush.layout import MemoryKind, MemoryRange
-from kvpush.transport import (
-    Indices,
-    Notification,
-    RemoteHandle,
-    Rows,
-    TransportCounts,
-    WriteHandle,
-    indices_problem,
-    pair_problem,
-    rows_problem,
-)
+from kvpush.rows import Indices, Rows, indices_problem, num_segments, rows_problem, segments_of
+from kvpush.transport import Notification, RemoteHandle, TransportCounts, WriteHandle
 
 _BLOB_PREFIX = b"kvpush-fake|Agent"  # then, as in NIXL's blobs, the name's length and the name
 _CHECKSUM_BYTES = 4
@@ -424,7 +415,6 @@ class FakeTransport:
             problem = (
                 self._name_problem(agent_name, metadata)
                 or rows_problem(remote_rows)
-                or pair_problem(local_rows, remote_rows)
                 or _bounds_problem("local", local_rows, self._ranges)
                 or self._load_problem(agent_name, metadata, kind, remote_rows)
             )
@@ -505,8 +495,8 @@ class FakeTransport:
             return handle
 
     def _made(self, remote: _Remote, local_indices: Indices, remote_indices: Indices, notification: bytes) -> FakeWrite:
-        sources, lengths_bytes = _addressed(remote.local_rows, local_indices)
-        destinations, remote_lengths_bytes = _addressed(remote.remote_rows, remote_indices)
+        sources, lengths_bytes, _ = segments_of(remote.local_rows, local_indices)
+        destinations, remote_lengths_bytes, _ = segments_of(remote.remote_rows, remote_indices)
         if np.any(lengths_bytes != remote_lengths_bytes):
             raise TransportError(
                 FailureCode.write_failed, f"write to agent {remote.agent_name!r}: segments differ in length"
@@ -630,17 +620,10 @@ def _bounds_problem(side: str, rows: Rows, ranges: Sequence[MemoryRange]) -> str
 
 
 def _range_problem(indices: Indices, rows: Rows) -> str | None:
-    segments = len(rows) * int(rows[0, 4])
+    segments = num_segments(rows)
     if indices.min() < 0 or indices.max() >= segments:
         return f"an index is outside 0..{segments - 1}"
     return None
-
-
-def _addressed(rows: Rows, indices: Indices) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-    """Address and length of each segment."""
-    row, position = np.divmod(indices.astype(np.uint64), rows[0, 4])
-    chosen = rows[row.astype(np.intp)]
-    return chosen[:, 0] + chosen[:, 3] * position, chosen[:, 1]
 
 
 def _encode_blob(agent_name: str, kind: MemoryKind, ranges: Sequence[MemoryRange]) -> bytes:

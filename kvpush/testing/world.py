@@ -260,7 +260,7 @@ class _Peer:
 
     @property
     def num_blocks(self) -> int:
-        return self.plan.remote_num_blocks
+        return self.plan.remote_num_blocks()
 
 
 class PrefillEngine(Engine):
@@ -284,7 +284,7 @@ class PrefillEngine(Engine):
         self._held: dict[str, deque[Push]] = {}
         self._owners: dict[int, Push] = {}  # block -> the push that it is lent to
         self._handles: dict[int, WriteHandle] = {}
-        block_len_bytes = pair(self.geometry, self.geometry).block_len_bytes
+        block_len_bytes = self.geometry.groups[0].block_len_bytes
         self.core: prefill.PrefillCore = prefill.PrefillCore(self.identity, config, self.registry, block_len_bytes)
         world.network.listen(address, self)
 
@@ -448,7 +448,8 @@ class PrefillEngine(Engine):
 
     def _post(self, effect: prefill_effects.PostWrite) -> list[prefill_effects.Effect]:
         peer: _Peer = effect.peer
-        local, remote = peer.plan.local_indices(effect.local_ids), peer.plan.remote_indices(effect.remote_ids)
+        (group,) = peer.plan.groups
+        local, remote = group.indices(range(group.num_layers), effect.local_ids, effect.remote_ids)
         try:
             handle = self.transport.post_write(peer.remote, local, remote, effect.notification)
         except Failure as exc:

@@ -226,7 +226,7 @@ def test_a9_metadata_before_the_memory_is_registered_is_not_ready():
         from kvpush import metadata
         from kvpush.layout import decode_geometry
 
-        geometry = msgspec.structs.replace(decode_geometry(message.geometry), num_blocks=0, layers=())
+        geometry = msgspec.structs.replace(decode_geometry(message.geometry), groups=())
         return metadata.build(message.attempt, message.incarnation, message.agent_name, message.blob, geometry)
 
     world.network.tamper = replace(wire.Metadata, emptied)
