@@ -253,7 +253,7 @@ class _Side:
         slots_per_block: int,
         num_blocks: int,
     ) -> Indices:
-        """Rows for these tiles, one for each part of a block. Returns a column: the index of each one's first segment."""
+        """Rows for these tiles, one for each part of a block. Returns the index of each one's first segment."""
         num_tiles = len(addresses)
         if not self.has_room(num_tiles, slots_per_block, num_blocks):
             raise Failure(
