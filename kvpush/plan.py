@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ MIN_TILE_BYTES = 1024
 
 _MAX_ROWS = 2**20  # of one side: 40 MB, and more than any model needs; a peer's numbers must not decide on more
 _NO_ROWS: Rows = np.empty((0, 5), dtype=np.uint64)
-_NO_INDICES: Indices = np.empty(0, dtype=np.int32)
+_NO_FIRSTS: Indices = np.empty((0, 1), dtype=np.int32)
 _Bytes = npt.NDArray[np.int64]
 _ALONE = Share()
 
@@ -39,9 +39,9 @@ _ALONE = Share()
 class _Tiles(NamedTuple):
     """Tiles of a group in the order of their rows: the index of each one's first segment, and where that lies here."""
 
-    local_firsts: Indices
-    remote_firsts: Indices
-    addresses: _Bytes
+    local_firsts: Indices  # shape (tiles, 1)
+    remote_firsts: Indices  # likewise
+    addresses: _Bytes  # shape (tiles,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +61,10 @@ class GroupPlan:
     _ends_bytes: tuple[int, ...]  # the same in bytes
     _tiles: _Tiles  # layer by layer
     _merged: _Tiles | None  # across layers, when that makes fewer of them
+    _all_layers: range = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_all_layers", range(self.num_layers))
 
     def slot_len_bytes(self, layers: range) -> int:
         """How many bytes one slot moves over these local layers; 0 when the sides have none of them in common."""
@@ -73,20 +77,32 @@ class GroupPlan:
         The slots are equally many, and exist. Both arrays are in the order in which NIXL, which merges neighbours of
         the list that are neighbours in both memories, finds the most to merge.
         """
-        first, end = (self._ends[layer] for layer in self._bounds(layers))
-        if first == end:
-            return _NO_INDICES, _NO_INDICES
         local = _places(local_slots, self.local_slots_per_block, self.local_num_blocks)
         remote = _places(remote_slots, self.remote_slots_per_block, self.remote_num_blocks)
-        tiles, merged = self._tiles, self._merged
-        if merged is not None and end - first == self._ends[-1]:
-            return _by_tile(merged.local_firsts, local), _by_tile(merged.remote_firsts, remote)
-        if merged is not None and 2 * len(merged.addresses) <= len(tiles.addresses):
-            # Layers are neighbours within a slot. Some of them have no row in common, but NIXL can merge them.
-            order = first + np.argsort(tiles.addresses[first:end], kind="stable")
-            return _by_slot(tiles.local_firsts[order], local), _by_slot(tiles.remote_firsts[order], remote)
-        # A tile's neighbour is the same tile of the next slot: within a slot nothing is left to merge.
-        return _by_tile(tiles.local_firsts[first:end], local), _by_tile(tiles.remote_firsts[first:end], remote)
+        # Row by row: a tile's neighbour is the same tile of the next slot.
+        if layers == self._all_layers:
+            tiles = self._merged or self._tiles
+            return (tiles.local_firsts + local).reshape(-1), (tiles.remote_firsts + remote).reshape(-1)
+        tiles = self._some_tiles(layers)
+        if not self._layers_touch():
+            return (tiles.local_firsts + local).reshape(-1), (tiles.remote_firsts + remote).reshape(-1)
+        # Slot by slot: these layers have no row in common, but touch within a slot, and NIXL merges them.
+        order = np.argsort(tiles.addresses, kind="stable")
+        return (
+            (tiles.local_firsts[order] + local).T.reshape(-1),
+            (tiles.remote_firsts[order] + remote).T.reshape(-1),
+        )
+
+    def _some_tiles(self, layers: range) -> _Tiles:
+        first, end = (self._ends[layer] for layer in self._bounds(layers))
+        if self._merged is not None and end - first == self._ends[-1]:
+            return self._merged
+        tiles, part = self._tiles, slice(first, end)
+        return _Tiles(tiles.local_firsts[part], tiles.remote_firsts[part], tiles.addresses[part])
+
+    def _layers_touch(self) -> bool:
+        """Whether most tiles touch one of another layer."""
+        return self._merged is not None and 2 * len(self._merged.addresses) <= len(self._tiles.addresses)
 
     def _bounds(self, layers: range) -> tuple[int, int]:
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= self.num_layers:
@@ -119,22 +135,16 @@ class PairPlan:
 
 
 def _places(slots: BlockIds, slots_per_block: int, num_blocks: int) -> Indices:
-    """Where slots lie among the segments of a tile: there is a row for each part of a block."""
+    """Where slots lie among the segments of a tile: there is a row for each part of a block.
+
+    Added to the index of a tile's first segment, nothing wraps: pair() has checked the largest index there can be.
+    """
     if slots_per_block == 1:
         return slots.astype(np.int32)
     blocks, parts = np.divmod(slots, slots_per_block)
     parts *= num_blocks
     parts += blocks
     return parts.astype(np.int32)
-
-
-# Nothing wraps: pair() has checked the largest index there can be.
-def _by_tile(firsts: Indices, places: Indices) -> Indices:
-    return (firsts[:, np.newaxis] + places).reshape(-1)
-
-
-def _by_slot(firsts: Indices, places: Indices) -> Indices:
-    return (places[:, np.newaxis] + firsts).reshape(-1)
 
 
 def descriptors_after_merging(plan: PairPlan, local_indices: Indices, remote_indices: Indices) -> int:
@@ -185,7 +195,7 @@ def pair(
 def _idle(ours: GroupGeometry, theirs: GroupGeometry | None) -> GroupPlan:
     """A group in which this rank writes nothing to that one. Its slots are known all the same, if both have it."""
     slots = _slots_per_block(ours, theirs) if theirs else (1, 1)
-    nothing = _Tiles(_NO_INDICES, _NO_INDICES, np.empty(0, dtype=np.int64))
+    nothing = _Tiles(_NO_FIRSTS, _NO_FIRSTS, np.empty(0, dtype=np.int64))
     ends = (0,) * (len(ours.layers) + 1)
     num_blocks = theirs.num_blocks if theirs else 0
     return GroupPlan(ours.name, *slots, ours.num_blocks, num_blocks, len(ours.layers), ends, ends, nothing, None)
@@ -243,7 +253,7 @@ class _Side:
         slots_per_block: int,
         num_blocks: int,
     ) -> Indices:
-        """Rows for these tiles, one for each part of a block. Returns the index of each tile's first segment."""
+        """Rows for these tiles, one for each part of a block. Returns the index of each one's first segment."""
         num_tiles = len(addresses)
         if not self.has_room(num_tiles, slots_per_block, num_blocks):
             raise Failure(
@@ -262,7 +272,7 @@ class _Side:
         firsts = self._num_segments + np.arange(num_tiles, dtype=np.int64) * tile_segments
         self._num_rows += num_tiles * slots_per_block
         self._num_segments += num_tiles * tile_segments
-        return firsts.astype(np.int32)
+        return firsts.astype(np.int32)[:, np.newaxis]
 
 
 class _Builder:

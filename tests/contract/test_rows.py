@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpush.transport import indices_problem, pair_problem, rows_problem
+from kvpush.rows import indices_problem, num_segments, rows_problem, segments_of
 
 TOP = 2**64
 
@@ -19,6 +19,8 @@ def rows(*values):
     [
         rows([4096, 64, 0, 64, 1]),
         rows([4096, 64, 0, 128, 4], [8192, 32, 7, 32, 4]),
+        rows([4096, 64, 0, 64, 4], [8192, 32, 0, 64, 5]),
+        rows([0, 1, 0, 1, 2**30], [0, 1, 0, 1, 2**30 - 1]),
         rows([0, 1, 0, 1, 2**31 - 1]),
         rows([TOP - 256, 64, 0, 64, 4]),
         rows([0, 1, 0, 2**63, 2]),
@@ -26,7 +28,6 @@ def rows(*values):
 )
 def test_rows_that_can_be_addressed(fine):
     assert rows_problem(fine) is None
-    assert pair_problem(fine, fine) is None
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,8 @@ def test_rows_that_can_be_addressed(fine):
         (rows([4096, 64, 0, 64]), "non-empty"),
         (rows(4096, 64, 0, 64, 1), "non-empty"),
         (rows([4096, 64, 0, 64, 1]).astype(np.int64), "int64"),
-        (rows([4096, 64, 0, 64, 4], [8192, 64, 0, 64, 5]), "count"),
+        (rows([4096, 64, 0, 64, 4], [8192, 64, 0, 64, 0]), "int32"),
+        (rows([4096, 64, 0, 64, 1], [0, 1, 0, 1, 2**31 - 1]), "int32"),
         (rows([4096, 64, 0, 64, 0]), "int32"),
         (rows([0, 1, 0, 1, 2**31]), "int32"),
         (rows([0, 1, 0, 1, 2**30], [0, 1, 0, 1, 2**30]), "int32"),
@@ -52,12 +54,21 @@ def test_rows_that_cannot(bad, reason):
     assert reason in rows_problem(bad)
 
 
-def test_sides_must_fit_row_by_row():
-    ours = rows([4096, 64, 0, 64, 4], [8192, 32, 0, 32, 4])
-    theirs = rows([4096, 64, 3, 128, 9], [8192, 32, 3, 64, 9])
-    assert pair_problem(ours, theirs) is None
-    assert pair_problem(ours, theirs[:1]) == "2 local rows, 1 remote rows"
-    assert pair_problem(ours, theirs[::-1]) == "row 0: segments of 64 bytes here, of 32 there"
+def test_an_index_counts_the_segments_of_the_rows_before_its_own():
+    some = rows([4096, 64, 0, 64, 2], [8192, 32, 7, 100, 3], [512, 8, 0, 8, 1])
+    found = segments_of(some, np.arange(6, dtype=np.int32))
+    assert num_segments(some) == 6
+    assert found.addresses.tolist() == [4096, 4160, 8192, 8292, 8392, 512]
+    assert found.lengths_bytes.tolist() == [64, 64, 32, 32, 32, 8]
+    assert found.device_ids.tolist() == [0, 0, 7, 7, 7, 0]
+    assert segments_of(some, np.array([4, 0, 4], np.int32)).addresses.tolist() == [8392, 4096, 8392]
+
+
+def test_many_rows_are_checked_in_little_time():
+    many = np.tile(rows([4096, 64, 0, 64, 4]), (1 << 18, 1))
+    assert rows_problem(many) is None
+    many[-1, 3] = 63
+    assert "row 262143" in rows_problem(many)
 
 
 def test_indices_must_be_flat_equally_many_and_of_the_right_kind():

@@ -389,10 +389,8 @@ class TestRemotes:
             pytest.param(lambda rows: rows * np.array([1, 1, 1, 0, 1], np.uint64), id="no-stride"),
             pytest.param(lambda rows: rows * np.array([1, 1, 1, 1, 0], np.uint64), id="no-blocks"),
             pytest.param(lambda rows: rows * np.array([1, 0, 1, 1, 1], np.uint64), id="no-bytes"),
-            pytest.param(lambda rows: rows[:1], id="a-row-less"),
             pytest.param(lambda rows: rows[:0], id="no-rows"),
             pytest.param(lambda rows: rows.astype(np.int64), id="int64"),
-            pytest.param(lambda rows: rows // np.array([1, 2, 1, 1, 1], np.uint64), id="half-blocks"),
         ],
     )
     def test_rows_that_do_not_fit_are_refused_and_everything_is_undone(self, world, change):
@@ -404,14 +402,60 @@ class TestRemotes:
         assert_balanced(writer)
         push(writer, add(writer, cache, peer), peer)
 
-    def test_rows_must_have_the_same_number_of_blocks(self, world):
+    def test_rows_of_one_side_may_differ_in_count_and_length(self, world):
+        """Layer 0 in whole blocks, layer 1 in halves here and in fewer blocks there: indices count what lies before."""
+        writer, cache = world.writer(layers=2, blocks=4)
+        peer = world.peer(layers=2, blocks=6)
+        whole, other = cache.rows.tolist()
+        halves = [other[0], other[1] // 2, 0, other[3] // 2, 2 * other[4]]
+        local_rows = np.array([whole, halves, other], np.uint64)
+        there = peer.rows.tolist()
+        remote_rows = np.array([[*there[1][:4], 2], [there[1][0], 128, 0, there[1][3], 6], there[0]], np.uint64)
+        remote = add(writer, cache, peer, local_rows=local_rows, remote_rows=remote_rows)
+        # block 3 of layer 0 into block 1 of layer 1; the second half of block 2 of layer 1 into the first of block 5;
+        # block 1 of layer 1 into block 4 of layer 0
+        local, remote_indices = (3, 4 + 2 * 2 + 1, 4 + 8 + 1), (1, 2 + 5, 2 + 6 + 4)
+        arrival = push(writer, remote, peer, local=local, there=remote_indices)
+        expected = np.zeros((2, 6, 256), np.uint8)
+        expected[1, 1] = cache.blocks[0, 3]
+        expected[1, 5, :128] = cache.blocks[1, 2, 128:]
+        expected[0, 4] = cache.blocks[1, 1]
+        assert np.array_equal(arrival.blocks, expected)
+
+    def test_the_sides_may_differ_in_their_number_of_rows(self, world):
+        writer, cache = world.writer(layers=3, blocks=4)
+        peer = world.peer(layers=2, blocks=4)
+        remote = add(writer, cache, peer)
+        arrival = push(writer, remote, peer, local=(2 * 4 + 3,), there=(4 + 1,))
+        assert np.array_equal(arrival.blocks[1, 1], cache.blocks[2, 3])
+        remote_rows = peer.rows[1:]
+        writer.remove_remote(remote)
+        arrival = push(writer, add(writer, cache, peer, remote_rows=remote_rows), peer, local=(5,), there=(2,))
+        assert np.array_equal(arrival.blocks[1, 2], cache.blocks[1, 1])
+
+    def test_segments_of_unequal_lengths_are_not_written(self, world):
+        """Refused as a whole, before a byte moves: the first pair would have fitted."""
         writer, cache = world.writer()
         peer = world.peer()
-        uneven = peer.rows
-        uneven[1, 4] -= 1
-        with pytest.raises(TransportError, match="count") as caught:
-            add(writer, cache, peer, remote_rows=uneven)
-        assert_refused(caught.value, peer)
+        halves = peer.rows // np.array([1, 2, 1, 1, 1], np.uint64)
+        remote = add(writer, cache, peer, remote_rows=np.concatenate([peer.rows, halves]))
+        with pytest.raises(TransportError) as caught:
+            writer.post_write(remote, indices(0, 1), indices(0, 16 + 1), b"never")
+        assert (caught.value.code, caught.value.disconnected) == (FailureCode.write_failed, False)
+        assert_quiet(peer, 0)
+        assert not peer.blocks().any()
+        push(writer, remote, peer)
+
+    @pytest.mark.parametrize(("local", "there"), [((16,), (0,)), ((0,), (19,)), ((-1,), (0,)), ((0,), (-1,))])
+    def test_an_index_beyond_the_last_segment_is_not_written(self, world, local, there):
+        writer, cache = world.writer(layers=2, blocks=8)
+        peer = world.peer(layers=2, blocks=8)
+        uneven = np.concatenate([peer.rows, [[*peer.rows[0].tolist()[:4], 3]]]).astype(np.uint64)
+        remote = add(writer, cache, peer, remote_rows=uneven)
+        with pytest.raises(TransportError) as caught:
+            writer.post_write(remote, indices(*local), indices(*there), b"never")
+        assert caught.value.code is FailureCode.write_failed
+        push(writer, remote, peer, local=(15,), there=(18,))
 
     def test_each_remote_may_have_its_own_selection_of_local_rows(self, world):
         writer, cache = world.writer(layers=4)

@@ -19,7 +19,13 @@ BLOB = bytes(range(256)) + b"the rest of a blob"
 SEALED = build(7, "incarnation-1", "d0/0.0#incarnation-1", BLOB, GEOMETRY)
 FRAMES = wire.encode(SEALED)
 LINK = {"incarnation": "incarnation-1", "agent_name": "d0/0.0#incarnation-1"}
-OTHER = build(7, "incarnation-2", "d1/0.0#incarnation-2", BLOB[::-1], msgspec.structs.replace(GEOMETRY, num_blocks=4))
+
+
+def with_group(**changes):
+    return msgspec.structs.replace(GEOMETRY, groups=(msgspec.structs.replace(GEOMETRY.groups[0], **changes),))
+
+
+OTHER = build(7, "incarnation-2", "d1/0.0#incarnation-2", BLOB[::-1], with_group(num_blocks=5))
 
 
 def changed(**changes):
@@ -121,14 +127,16 @@ def test_a_blob_above_the_limit_is_refused_unread():
     verify(build(7, **LINK, blob=bytes(MAX_BLOB_BYTES), geometry=GEOMETRY), **LINK)
 
 
-@pytest.mark.parametrize("early", [{"num_blocks": 0}, {"layers": ()}])
+@pytest.mark.parametrize(
+    "early", [with_group(num_blocks=0), with_group(layers=()), msgspec.structs.replace(GEOMETRY, groups=())]
+)
 def test_a9_well_sealed_but_too_early_is_not_ready(early):
-    failure = refused(build(7, **LINK, blob=BLOB, geometry=msgspec.structs.replace(GEOMETRY, **early)))
+    failure = refused(build(7, **LINK, blob=BLOB, geometry=early))
     assert failure.code is FailureCode.not_ready and failure.is_retryable
 
 
 def test_well_sealed_nonsense_is_refused_all_the_same():
-    nonsense = msgspec.structs.replace(GEOMETRY, num_blocks=99)
+    nonsense = with_group(num_blocks=99)
     assert refused(build(7, **LINK, blob=BLOB, geometry=nonsense)).code is FailureCode.bad_metadata
 
 

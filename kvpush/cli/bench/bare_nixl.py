@@ -32,7 +32,7 @@ class _BareAgent:
         self.agent_name = f"bare#{uuid.uuid4().hex}"
         self.rows: Rows = pair(geometry, geometry).local_rows
         self._kind = geometry.memory.value
-        self._num_blocks = geometry.num_blocks
+        self._num_blocks = geometry.groups[0].num_blocks
         self._agent = nixl_agent(self.agent_name, nixl_agent_config(enable_prog_thread=False, backends=[]))
         self._agent.create_backend("UCX", backend_options(config))
         ranges = [(r.address, r.length_bytes, r.device_id, "") for r in memory_ranges(geometry)]
