@@ -21,6 +21,7 @@ from kvpush.lifecycle import PUSH, PushTrigger
 from kvpush.lines import Lines
 from kvpush.prefill_effects import Emit, Outbox
 from kvpush.pushes import DONE, Cause, Due, HoldEnd, LeaseEnd, Push, Registration
+from kvpush.registrations import Registrations
 from kvpush.timers import Timers
 from kvpush.tombstones import Tombstone, Tombstones
 
@@ -39,6 +40,7 @@ class Endings:
         self,
         config: Config,
         tombstones: Tombstones,
+        registrations: Registrations,
         timers: Timers[Due],
         lines: Lines,
         outbox: Outbox,
@@ -48,6 +50,7 @@ class Endings:
         self.held: dict[Push, None] = {}  # in doubt: outcome reported, blocks held; the id may be in use again
         self._config = config
         self._tombstones = tombstones
+        self._registrations = registrations
         self._timers = timers
         self._lines = lines
         self._outbox = outbox
@@ -137,7 +140,7 @@ class Endings:
         tombstone = Tombstone(code, reason, is_push_awaited=False)
         if push.registration is not None:
             tombstone = push.registration.tombstone(code, reason, is_push_awaited=False)
-            push.registration.unlink()
+            self._registrations.end(push.registration)
         self._tombstones.bury(push.transfer_id, tombstone, now_s)
 
     def _settle_account(self, push: Push, cause: Cause) -> None:

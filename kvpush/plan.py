@@ -28,6 +28,7 @@ _MAX_SEGMENTS = 2**31  # NIXL's indices are int32
 _FEW_IDS = 64  # up to here a set of ints is faster than numpy's sort
 
 BlockIds = npt.NDArray[np.int64]  # shape (blocks,)
+RemoteIds = npt.NDArray[np.integer[Any]]  # the same of a peer, of whatever width they came in
 _Rows = npt.NDArray[np.uint64]  # shape (rows, 5)
 _Indices = npt.NDArray[np.int32]  # shape (rows * blocks,)
 
@@ -219,11 +220,11 @@ class Overlap(NamedTuple):
     remote_ids: BlockIds
 
 
-def overlap(wanted_first: int, wanted_ids: BlockIds, held_first: int, held_ids: BlockIds) -> Overlap | None:
+def overlap(wanted_first: int, wanted_ids: RemoteIds, held_first: int, held_ids: BlockIds) -> Overlap | None:
     """What a transfer's holder can write of what was asked for; ``None`` when no position is on both sides.
 
-    Position ``first + i`` is in block ``ids[i]``. Only positions count, never how long the lists are. The arrays are
-    views of the arguments.
+    Position ``first + i`` is in block ``ids[i]``. Only positions count, never how long the lists are: of a long list
+    whose ids are kept packed, only this part is unpacked. The local ids are a view.
     """
     first = max(wanted_first, held_first)
     end = min(wanted_first + len(wanted_ids), held_first + len(held_ids))
@@ -232,7 +233,7 @@ def overlap(wanted_first: int, wanted_ids: BlockIds, held_first: int, held_ids: 
     return Overlap(
         first_block=first,
         local_ids=held_ids[first - held_first : end - held_first],
-        remote_ids=wanted_ids[first - wanted_first : end - wanted_first],
+        remote_ids=wanted_ids[first - wanted_first : end - wanted_first].astype(np.int64),
     )
 
 
@@ -251,8 +252,11 @@ def check_block_ids(block_ids: Any, num_blocks: int, *, what: str, unique: bool)
     return ids
 
 
-def check_remote_ids(block_ids: BlockIds, num_blocks: int) -> None:
-    """The same rule for ids that a peer sent. Raises ``Failure(bad_blocks)`` with the offending value."""
+def check_remote_ids(block_ids: RemoteIds, num_blocks: int) -> None:
+    """The same rule for ids that a peer sent. Raises ``Failure(bad_blocks)`` with the offending value.
+
+    It looks at every one of them: 0.4 ms for 65,536, 20 ms for a million.
+    """
     if not block_ids.size:
         return
     if (bad := _outside(block_ids, num_blocks)) is not None:
@@ -334,7 +338,7 @@ def _outside(block_ids: npt.NDArray[Any], num_blocks: int) -> int | None:
     return highest if highest >= num_blocks else None
 
 
-def _repeated(block_ids: BlockIds) -> int | None:
+def _repeated(block_ids: BlockIds | RemoteIds) -> int | None:
     """An id that comes more than once, if there is one."""
     if len(block_ids) <= _FEW_IDS and len(set(block_ids.tolist())) == len(block_ids):
         return None

@@ -28,7 +28,6 @@ from kvpush.events import Outcome, StaleReason
 from kvpush.identity import Identity, mismatch
 from kvpush.lifecycle import PUSH, PushState, PushTrigger
 from kvpush.lines import Lines
-from kvpush.plan import check_remote_ids
 from kvpush.prefill_effects import (
     AbandonWrite,
     Effect,
@@ -69,7 +68,6 @@ from kvpush.timers import Timers
 from kvpush.tombstones import Tombstone, Tombstones
 from kvpush.writes import Write, Writes
 
-_MAX_NUM_BLOCKS = 2**31 - 1  # until the handshake has told the real number, which is checked before the WRITE
 REGISTRATION_GRACE_S = 5.0  # after a registration's own deadline: decode's Cancel should have come by then
 
 
@@ -90,7 +88,9 @@ class PrefillCore:
         self._writes = Writes(config, block_len_bytes)
         self._tombstones = Tombstones(config.max_tombstones, config.tombstone_ttl_s)
         self._registrations = Registrations(config, self._tombstones, self._timers, self._outbox)
-        self._endings = Endings(config, self._tombstones, self._timers, self._lines, self._outbox, self.counters)
+        self._endings = Endings(
+            config, self._tombstones, self._registrations, self._timers, self._lines, self._outbox, self.counters
+        )
         self._pushes = self._endings.open
 
     # --- from the caller ---------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class PrefillCore:
                 if tell:
                     self._registrations.refuse(registration, code, reason, now_s)
                 else:
-                    self._registrations.forget(registration)
+                    self._registrations.end(registration)
                 continue
             push = self._pushes.get(transfer_id)
             if push is not None and push.registration is not None and push.registration.link is link:
@@ -342,7 +342,6 @@ class PrefillCore:
         self.counters["registrations"] += 1
         try:
             block_ids = wire.unpack_block_ids(message.block_ids)
-            check_remote_ids(block_ids, _MAX_NUM_BLOCKS)
         except Failure as exc:
             reason = wire.clip_reason(exc.reason)
             self._outbox.send(link, wire.Failed(message.transfer_id, message.epoch, exc.code, reason, settled=True))
@@ -357,7 +356,7 @@ class PrefillCore:
             self._outbox.send_failed(new, refusal.code, refusal.reason, settled=is_settled)
 
     def _place(self, new: Registration, now_s: float) -> Failure | None:
-        """Match or park a registration; the reason when it is refused."""
+        """Match or park a registration; the reason when it is refused. Long lists are looked at last."""
         push = self._pushes.get(new.transfer_id)
         old = push.registration if push is not None else self._registrations.find(new.transfer_id)
         if old is not None and old.is_of(new.link, new.epoch):
@@ -365,12 +364,14 @@ class PrefillCore:
         refusal = self._registrations.refusal(new, old, push, now_s) or self._refusal_by_late_write(new)
         if refusal is not None:
             return refusal
+        try:
+            new.check_ids()
+        except Failure as exc:
+            return exc
         if old is not None:
-            if push is None:
-                self._registrations.take(old.transfer_id)
-            old.unlink()
+            self._registrations.end(old)
             self._outbox.send_failed(old, FailureCode.superseded, "registered again")
-        new.link.transfer_ids.add(new.transfer_id)
+        self._registrations.admit(new)
         if push is None:
             self._registrations.park(new)
         else:
@@ -398,7 +399,7 @@ class PrefillCore:
             return
         waiting = self._registrations.find(transfer_id)
         if waiting is not None and waiting.is_of(link, message.epoch):
-            self._registrations.forget(waiting)
+            self._registrations.end(waiting)
             reason = message.reason
             tombstone = waiting.tombstone(FailureCode.cancelled_by_peer, reason, is_push_awaited=True)
             self._tombstones.bury(transfer_id, tombstone, now_s)
@@ -787,7 +788,7 @@ class PrefillCore:
         return {
             "links": len(self._links),
             "pushes_open": len(self._pushes),
-            "registrations_waiting": len(self._registrations),
+            **self._registrations.gauges(),
             **self._lines.gauges(),
             **self._writes.gauges(),
             "pushes_held": len(self._endings.held),

@@ -30,7 +30,7 @@ from kvpush.events import BlocksReleased, Outcome, PushFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
-from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
+from kvpush.loop import BYTES_PER_TURN, GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
 from kvpush.plan import PairPlan, block_len_bytes, check_block_ids, pair
 from kvpush.prefill import PrefillCore
@@ -302,7 +302,7 @@ class _PushLoop(Loop):
     def turn(self, ready: set[object]) -> bool:
         assert self._listener is not None
         assert self._transport is not None
-        events = self._listener.receive(MESSAGES_PER_TURN) if ready else []
+        events = self._listener.receive(MESSAGES_PER_TURN, BYTES_PER_TURN) if ready else []
         for event in events:
             self._guarded(self._link_event, event)
         has_progressed = bool(events) | self._poll_fences() | self._poll_writes()

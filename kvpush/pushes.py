@@ -16,11 +16,13 @@ from kvpush import wire
 from kvpush.errors import FailureCode
 from kvpush.events import Outcome, PushFinished
 from kvpush.lifecycle import PUSH, PushState
-from kvpush.plan import overlap
+from kvpush.plan import RemoteIds, check_remote_ids, overlap
 from kvpush.tombstones import Tombstone
 
 LinkId = bytes
 BlockIds = npt.NDArray[np.int64]
+
+MAX_NUM_BLOCKS = 2**31 - 1  # of any cache; the handshake tells the real number, which is checked before the WRITE
 
 
 @dataclass(slots=True, eq=False)
@@ -31,24 +33,35 @@ class Link:
     hello: wire.Hello
     generation: int | None = None
     transfer_ids: set[str] = field(default_factory=set)  # registered over it and not ended
+    num_blocks: int = 0  # block ids in these registrations
 
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Where one decode engine wants the blocks of one transfer."""
+    """Where one decode engine wants the blocks of one transfer.
+
+    Its ids stay as packed as they came. They are believed only after :meth:`check_ids`.
+    """
 
     link: Link
     transfer_id: str
     epoch: int
     first_block: int
-    block_ids: BlockIds
+    block_ids: RemoteIds
     due_s: float  # when it ends if nothing is pushed for it
-    highest_id: int = field(init=False)  # of the block ids; -1 when there are none
+    highest_id: int = -1  # of the block ids, once they are checked; -1 when there are none
     num_unproven: int = 0  # WRITEs for it that may still land
     is_drain_owed: bool = False  # decode waits for Drained
 
-    def __post_init__(self) -> None:
-        self.highest_id = int(self.block_ids.max(initial=-1))
+    def check_ids(self) -> None:
+        """Look at every id, which takes a while for a million. Raises ``Failure(bad_blocks)``."""
+        check_remote_ids(self.block_ids, MAX_NUM_BLOCKS)
+        if self.num_blocks:
+            self.highest_id = int(self.block_ids.max())
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids)
 
     @property
     def engine_id(self) -> str:
@@ -61,10 +74,6 @@ class Registration:
     def tombstone(self, code: FailureCode, reason: str, *, is_push_awaited: bool) -> Tombstone:
         """What is remembered of it."""
         return Tombstone(code, reason, is_push_awaited, self.link.hello.incarnation, self.epoch)
-
-    def unlink(self) -> None:
-        """It has ended, and does not end with its link any more."""
-        self.link.transfer_ids.discard(self.transfer_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +164,7 @@ class Push:
     @property
     def is_served(self) -> bool:
         """Decode has every position that it asked for."""
-        return self.registration is not None and self.confirmed_blocks == len(self.registration.block_ids)
+        return self.registration is not None and self.confirmed_blocks == self.registration.num_blocks
 
     @property
     def is_lease_running(self) -> bool:
@@ -190,10 +199,10 @@ class Push:
         """Prefill must hold every position that decode asks for; known once the last chunk is there."""
         wanted = self.registration
         assert wanted is not None, "only a matched push can fall short"
-        if not self.is_last_known or self.covered_blocks == len(wanted.block_ids):
+        if not self.is_last_known or self.covered_blocks == wanted.num_blocks:
             return None
         return (
-            f"transfer {self.transfer_id!r}: decode engine {wanted.engine_id!r} asks for {len(wanted.block_ids)} "
+            f"transfer {self.transfer_id!r}: decode engine {wanted.engine_id!r} asks for {wanted.num_blocks} "
             f"blocks from position {wanted.first_block}, prefill pushed {self.held_blocks}, which cover "
             f"{self.covered_blocks} of these"
         )

@@ -35,7 +35,7 @@ from kvpush.events import Outcome, ReceiveFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import Dialer, LinkClosed, LinkEvent, LinkMessage, LinkOpened, make_context
-from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
+from kvpush.loop import BYTES_PER_TURN, GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
 from kvpush.plan import block_len_bytes, check_block_ids
 from kvpush.registry import Clock, Registry
@@ -333,7 +333,7 @@ class _ReceiveLoop(Loop):
         assert self._transport is not None
         events: list[LinkEvent[int]] = []
         if ready or self._dialer.deadline_s() <= self._clock():
-            events = self._dialer.receive(MESSAGES_PER_TURN, ready)
+            events = self._dialer.receive(MESSAGES_PER_TURN, ready, BYTES_PER_TURN)
         for event in events:
             self._guarded(self._link_event, event)
         notifications = list(self._transport.notifications())

@@ -1,7 +1,10 @@
-"""Who may register for what. Keeps the registrations that nothing has been pushed for yet. Pure.
+"""Who may register for what, and how much. Keeps the registrations that nothing has been pushed for yet. Pure.
 
 A transfer has one registration at a time, and one decode engine. Until the first byte is written, that engine's newest
 registration wins; what comes after the end is refused with the cause of the end, which a tombstone remembers.
+
+Registrations are bounded in number while they wait, and in size until they end: nobody else's list of block ids is
+limited by anything but a message's size. Every refusal here costs the same, however long the list is.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ class Registrations:
         self._timers = timers
         self._outbox = outbox
         self._waiting: dict[str, Registration] = {}
+        self._num_blocks = 0  # block ids in all that were admitted and have not ended
         self._closed = ""  # why no new transfer is taken
 
     def shut(self, why: str) -> None:
@@ -35,6 +39,11 @@ class Registrations:
     def find(self, transfer_id: str) -> Registration | None:
         """The one that waits for this transfer's push."""
         return self._waiting.get(transfer_id)
+
+    def admit(self, registration: Registration) -> None:
+        """It takes its place, until :meth:`end`."""
+        registration.link.transfer_ids.add(registration.transfer_id)
+        self._count_blocks(registration, registration.num_blocks)
 
     def park(self, registration: Registration) -> None:
         """Nothing was pushed for it yet: wait, until it is due."""
@@ -48,14 +57,21 @@ class Registrations:
             self._timers.cancel(RegistrationEnd(transfer_id, registration.epoch))
         return registration
 
-    def forget(self, registration: Registration) -> None:
-        """One that waits has ended."""
-        self.take(registration.transfer_id)
-        registration.unlink()
+    def end(self, registration: Registration) -> None:
+        """One that was admitted has ended, whether it waited or its push had come. It does not end with its link any
+        more."""
+        if self.find(registration.transfer_id) is registration:
+            self.take(registration.transfer_id)
+        registration.link.transfer_ids.discard(registration.transfer_id)
+        self._count_blocks(registration, -registration.num_blocks)
+
+    def _count_blocks(self, registration: Registration, num_blocks: int) -> None:
+        registration.link.num_blocks += num_blocks
+        self._num_blocks += num_blocks
 
     def refuse(self, registration: Registration, code: FailureCode, reason: str, now_s: float) -> None:
         """One that waits ends, and decode is told; the push that may still come ends with it."""
-        self.forget(registration)
+        self.end(registration)
         self._outbox.send_failed(registration, as_decode_sees_it(code), reason)
         if code not in _LEAVE_THE_PUSH_ALONE:
             tombstone = registration.tombstone(code, reason, is_push_awaited=True)
@@ -65,16 +81,19 @@ class Registrations:
         """All of them, longest first."""
         return list(self._waiting.values())
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+    def gauges(self) -> dict[str, int]:
+        """Sizes."""
+        return {"registrations_waiting": len(self._waiting), "blocks_registered": self._num_blocks}
 
     def refusal(self, new: Registration, old: Registration | None, push: Push | None, now_s: float) -> Failure | None:
         """Why ``new`` cannot take its place. ``old``: the transfer's registration so far; ``push``: its push."""
         if old is not None:
-            return _refusal_after(old, new, push)
-        if push is not None:
-            return self._refusal_by_earlier_use(new, now_s)
-        return self._refusal_by_end(new, now_s) or self._refusal_for_room(new)
+            refusal = _refusal_after(old, new, push)
+        elif push is not None:
+            refusal = self._refusal_by_earlier_use(new, now_s)
+        else:
+            refusal = self._refusal_by_end(new, now_s) or self._refusal_for_room(new)
+        return refusal or self._refusal_by_size(new, old)
 
     def _refusal_by_earlier_use(self, new: Registration, now_s: float) -> Failure | None:
         """A registration of an earlier use of the id, asked again on a new link, is not for the push that is open now:
@@ -103,6 +122,24 @@ class Registrations:
         limit = self._config.max_registrations_per_engine
         if len(new.link.transfer_ids) >= limit:
             reason = f"max_registrations_per_engine={limit} of {new.engine_id!r} are waiting"
+            return Failure(FailureCode.queue_full, reason)
+        return None
+
+    def _refusal_by_size(self, new: Registration, old: Registration | None) -> Failure | None:
+        """``old`` makes room for ``new``."""
+        config = self._config
+        limit = config.max_registered_blocks_per_engine
+        if new.num_blocks > limit:
+            reason = f"transfer {new.transfer_id!r} asks for {new.num_blocks} blocks"
+            return Failure(FailureCode.bad_blocks, f"{reason}, more than max_registered_blocks_per_engine={limit}")
+        makes_room = 0 if old is None else old.num_blocks
+        of_engine = new.link.num_blocks - (makes_room if old is not None and old.link is new.link else 0)
+        if of_engine + new.num_blocks > limit:
+            reason = f"{of_engine} blocks of {new.engine_id!r} are registered, {new.num_blocks} more are above"
+            return Failure(FailureCode.queue_full, f"{reason} max_registered_blocks_per_engine={limit}")
+        limit, of_all = config.max_registered_blocks, self._num_blocks - makes_room
+        if of_all + new.num_blocks > limit:
+            reason = f"{of_all} blocks are registered, {new.num_blocks} more are above max_registered_blocks={limit}"
             return Failure(FailureCode.queue_full, reason)
         return None
 
