@@ -40,6 +40,7 @@ ORDER = [
     "transport",
     "nixl_transport",
     "link",
+    "probe",
     "loop",
     "side",
     "pusher",
