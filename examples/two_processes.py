@@ -53,18 +53,31 @@ def prefill(router: Connection) -> None:
 
 
 def decode(router: Connection, source: tuple[str, int]) -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # leaves the with block, which closes
+    is_asked_to_stop = False
+
+    def stop(*_: object) -> None:
+        nonlocal is_asked_to_stop
+        is_asked_to_stop = True
+
+    signal.signal(signal.SIGTERM, stop)
     caches = make_caches(-1.0)
     next_block = 0
+    expected: dict[str, list[int]] = {}
     with kvpush.DecodeReceiver("decode-0", caches, SPEC) as receiver:
-        for transfer_id, num_blocks in iter(router.recv, None):
-            block_ids = list(range(next_block, next_block := next_block + num_blocks))
-            receiver.expect(transfer_id, block_ids, source=source, source_engine_id="prefill-0", deadline_s=30)
-            while not (events := receiver.wait(timeout_s=1)):
-                pass
+        while not is_asked_to_stop:
+            if router.poll():
+                transfer_id, num_blocks = router.recv()
+                expected[transfer_id] = list(range(next_block, next_block := next_block + num_blocks))
+                receiver.expect(
+                    transfer_id, expected[transfer_id], source=source, source_engine_id="prefill-0", deadline_s=30
+                )
+            events = receiver.wait(timeout_s=0.02)
             report("decode", events)
-            router.send(caches["layers.3"][block_ids, 0, 0, 0, 0].tolist())
-    print("decode: closed", flush=True)
+            for event in events:
+                router.send(caches["layers.3"][expected.pop(event.transfer_id), 0, 0, 0, 0].tolist())
+        receiver.drain(timeout_s=10)  # nothing new is taken, what is under way arrives
+        report("decode", receiver.poll())
+    print("decode: drained and closed", flush=True)
 
 
 def report(
@@ -88,10 +101,9 @@ def main() -> int:
         to_decode.send((transfer_id, len(block_ids)))  # either side may hear of a transfer first
         to_prefill.send((transfer_id, block_ids))
         is_right &= to_decode.recv() == block_ids
-    to_decode.send(None)
-    decoder.join()
-    prefiller.terminate()  # SIGTERM
-    prefiller.join()
+    for process in (decoder, prefiller):
+        process.terminate()  # SIGTERM
+        process.join()
     print("every block is right" if is_right else "WRONG BLOCKS", flush=True)
     return 0 if is_right and prefiller.exitcode == decoder.exitcode == 0 else 1
 

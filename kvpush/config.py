@@ -48,13 +48,15 @@ class Config:
     max_pending_pushes: int = 8192  # pushes (or receives) not yet reported through poll()
     max_registrations: int = 65536  # on prefill, all decode engines together
     max_registrations_per_engine: int = 16384
+    max_registered_blocks: int = 1 << 24  # block ids in registrations that have not ended: 4 bytes each
+    max_registered_blocks_per_engine: int = 1 << 20  # no engine needs more than its cache has blocks
     max_engines: int = 16384  # live records
     max_deferred_per_engine: int = 4096  # pushes that wait behind one handshake
     max_in_flight_bytes: int = 4 << 30  # posted and not settled
     max_write_bytes: int = 64 << 20  # of one WRITE: a larger push goes slice by slice, two of them at a time
     coalesce_bytes: int = 1 << 20  # smaller pieces of a growing push are put together while a WRITE of it is in flight
     min_tile_bytes: int = 1024  # the shortest piece into which two sides' layouts may cut a block
-    max_message_bytes: int = 16 << 20  # control messages above this are refused unread
+    max_message_bytes: int = 8 << 20  # control messages above this are refused unread
     max_tombstones: int = 65536  # remembered ids of ended transfers, and as many evicted engines in engines()
     tombstone_ttl_s: float = 300.0
     net_devices: str = ""  # a UCX network device ("lo", "mlx5_0:1"); empty: UCX or UCX_NET_DEVICES says
@@ -69,6 +71,7 @@ class Config:
         self._order("heartbeat_interval_s", "liveness_timeout_s", strict=True)
         self._order("handshake_backoff_min_s", "handshake_backoff_max_s")
         self._order("max_registrations_per_engine", "max_registrations")
+        self._order("max_registered_blocks_per_engine", "max_registered_blocks")
         self._order("poll_min_s", "poll_max_s")
 
     def _order(self, low: str, high: str, *, strict: bool = False) -> None:

@@ -289,7 +289,8 @@ class DecodeCore:
     ) -> list[Effect]:
         """Fill these places with the KV of a transfer, from this engine.
 
-        ``num_blocks``: how many these are, as the caller counts them; 0 is done at once. ``deadline_s`` counts from now. The blocks belong to kvpush until it says that they are reusable.
+        ``num_blocks``: how many these are, as the caller counts them; 0 is done at once.
+        ``deadline_s`` counts from now. The blocks belong to kvpush until it says that they are reusable.
         """
         self.counters["receives"] += 1
         self._last_epoch += 1

@@ -21,6 +21,7 @@ from kvpush.lifecycle import PUSH, PushTrigger
 from kvpush.lines import Lines
 from kvpush.prefill_effects import Emit, Outbox
 from kvpush.pushes import DONE, Cause, Due, HoldEnd, LeaseEnd, Push, Registration, tombstone_of
+from kvpush.registrations import Registrations
 from kvpush.timers import Timers
 from kvpush.tombstones import Tombstones
 
@@ -39,6 +40,7 @@ class Endings:
         self,
         config: Config,
         tombstones: Tombstones,
+        registrations: Registrations,
         timers: Timers[Due],
         lines: Lines,
         outbox: Outbox,
@@ -48,6 +50,7 @@ class Endings:
         self.held: dict[Push, None] = {}  # in doubt: outcome reported, blocks held; the id may be in use again
         self._config = config
         self._tombstones = tombstones
+        self._registrations = registrations
         self._timers = timers
         self._lines = lines
         self._outbox = outbox
@@ -145,7 +148,7 @@ class Endings:
         code = cause.code or FailureCode.already_served
         reason = cause.reason or f"transfer {push.transfer_id!r} was served already"
         for registration in push.registrations:
-            registration.unlink()
+            self._registrations.end(registration)
         tombstone = tombstone_of(push.registrations, code, reason, is_push_awaited=False)
         self._tombstones.bury(push.transfer_id, tombstone, now_s)
 

@@ -32,6 +32,7 @@ import math
 import os
 import socket as network
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -50,7 +51,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 MAX_SOCKETS = 65535  # ZeroMQ's own ceiling; a dialled link takes 3, and the default of 1023 would end at 341 links
-RECEIVE_QUEUE_MESSAGES = 256  # per connection; the loop empties it every turn, beyond it TCP holds the sender back
+RECEIVE_QUEUE_MESSAGES = 32  # per connection, each up to max_message_bytes; beyond it TCP holds the sender back
 SEND_QUEUE_SLACK = 64  # room for heartbeats, the handshake and goodbye beside one message per registration
 LISTEN_BACKLOG = 1024  # a whole fleet may dial at once after this side restarted
 # A link is one connection. Not -1, nor IMMEDIATE: with either, ZeroMQ throws away what came in before a disconnect and
@@ -241,11 +242,16 @@ class Listener:
     def __len__(self) -> int:
         return len(self._ledger)
 
-    def receive(self, limit: int) -> list[LinkEvent[bytes]]:
-        """What has happened, with up to ``limit`` messages. Never blocks."""
+    def receive(self, limit: int, limit_bytes: int = sys.maxsize) -> list[LinkEvent[bytes]]:
+        """What has happened, with up to ``limit`` messages, links in turn. Never blocks.
+
+        ``limit_bytes`` is exceeded by at most one message: it ends with the one that reaches it.
+        """
         events: list[LinkEvent[bytes]] = []
         self._drain_monitor()
         for _ in range(limit):
+            if limit_bytes <= 0:
+                break
             try:
                 head = self._socket.recv(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -253,6 +259,7 @@ class Listener:
             frames = [self._socket.recv(zmq.NOBLOCK)]
             while self._socket.getsockopt(zmq.RCVMORE):
                 frames.append(self._socket.recv(zmq.NOBLOCK))
+            limit_bytes -= sum(map(len, frames))
             self._dispatch(head, frames, events)
         events.extend(LinkClosed(link, False, reason) for link, reason in self._departed.items())
         self._departed.clear()
@@ -381,8 +388,10 @@ class Dialer:
             return -math.inf
         return next((dial.deadline_s for dial in self._connecting.values()), math.inf)
 
-    def receive(self, limit: int, ready: Iterable[object] | None = None) -> list[LinkEvent[int]]:
-        """What has happened, with up to ``limit`` messages, links in turn. Never blocks.
+    def receive(
+        self, limit: int, ready: Iterable[object] | None = None, limit_bytes: int = sys.maxsize
+    ) -> list[LinkEvent[int]]:
+        """What has happened, with up to ``limit`` messages, links in turn. Never blocks. ``limit_bytes`` as above.
 
         ``ready`` is what ``poller.poll()`` found readable (``dict(poller.poll())``; strange sockets are ignored), so
         that a thousand idle links cost nothing. Without it every link is looked at.
@@ -395,7 +404,7 @@ class Dialer:
             self._resolved(address, found, events)
         for dial in dials:
             self._follow(dial, events)
-        self._receive_messages(limit, deque(dial for dial in dials if dial.is_open), events)
+        self._receive_messages(limit, limit_bytes, deque(dial for dial in dials if dial.is_open), events)
         self._expire(events)
         return events
 
@@ -534,9 +543,12 @@ class Dialer:
         self._backlog.clear()
         return list(dials)
 
-    def _receive_messages(self, limit: int, dials: deque[_Dial], events: list[LinkEvent[int]]) -> None:
+    def _receive_messages(
+        self, limit: int, limit_bytes: int, dials: deque[_Dial], events: list[LinkEvent[int]]
+    ) -> None:
         """One message per link and turn, so that no link waits behind another's queue."""
-        while dials and limit > 0:
+        end_bytes = self.bytes_in + limit_bytes
+        while dials and limit > 0 and self.bytes_in < end_bytes:
             dial = dials.popleft()
             if self._receive_one(dial, events):
                 dials.append(dial)

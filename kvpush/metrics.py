@@ -24,6 +24,7 @@ GAUGES: dict[str, str] = {
     "pushes_held": "pushes with an outcome whose blocks are held",
     "pushes_behind_handshakes": "pushes that wait for a handshake",
     "registrations_waiting": "registrations that wait for their push",
+    "blocks_registered": "block ids in registrations that have not ended",
     "pushes_in_lines": "pushes that wait for their turn to be posted",
     "writes_doubtful": "WRITEs that failed or were given up, and may still land",
     "writes_in_flight": "WRITEs posted and not settled",

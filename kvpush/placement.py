@@ -22,7 +22,7 @@ MAX_POSITION = 2**31 - 1  # positions are uint32 on the wire, and slots are coun
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBlocks:
-    """Position ``first_block + i`` of a transfer is in block ``block_ids[i]`` of this group, in units of its tensors."""
+    """Position ``first_block + i`` of a transfer is in block ``block_ids[i]`` of this group, in the tensors' units."""
 
     group: int  # its number in the cache
     name: str

@@ -98,7 +98,9 @@ class PrefillCore:
         self._writes = Writes(config, least_len_bytes)
         self._tombstones = Tombstones(config.max_tombstones, config.tombstone_ttl_s)
         self._registrations = Registrations(config, self._tombstones, self._timers, self._outbox)
-        self._endings = Endings(config, self._tombstones, self._timers, self._lines, self._outbox, self.counters)
+        self._endings = Endings(
+            config, self._tombstones, self._registrations, self._timers, self._lines, self._outbox, self.counters
+        )
         self._pushes = self._endings.open
 
     # --- from the caller ---------------------------------------------------------------------------------------------
@@ -165,7 +167,9 @@ class PrefillCore:
             self._endings.give_up(push, cause, now_s)
             return self._outbox.take()
         if self._registrations.waiting_for(transfer_id):
-            self._registrations.end(transfer_id, FailureCode.cancelled_by_caller, cause.reason, now_s, silent=None)
+            self._registrations.end_transfer(
+                transfer_id, FailureCode.cancelled_by_caller, cause.reason, now_s, silent=None
+            )
         elif self._tombstones.find(transfer_id, now_s) is None:
             tombstone = Tombstone(FailureCode.cancelled_by_caller, cause.reason, is_push_awaited=True)
             self._tombstones.bury(transfer_id, tombstone, now_s)
@@ -191,7 +195,7 @@ class PrefillCore:
         self._registrations.shut(f"prefill engine {self._identity.engine_id!r} takes no new work")
         reason = f"prefill engine {self._identity.engine_id!r} is draining"
         for transfer_id in self._registrations.transfer_ids():
-            self._registrations.end(transfer_id, FailureCode.closing, reason, now_s, silent=None)
+            self._registrations.end_transfer(transfer_id, FailureCode.closing, reason, now_s, silent=None)
 
     def close(self, now_s: float) -> list[Effect]:
         """End everything. Pushes with a WRITE in flight drain; the rest ends now."""
@@ -351,9 +355,9 @@ class PrefillCore:
             registration = self._registrations.find(transfer_id, link.rank)
             if registration is not None and registration.link is link:
                 if tell:
-                    self._registrations.end(transfer_id, code, reason, now_s, silent=None)
+                    self._registrations.end_transfer(transfer_id, code, reason, now_s, silent=None)
                 else:
-                    self._registrations.forget(registration)
+                    self._registrations.end(registration)
                 continue
             push = self._pushes.get(transfer_id)
             if push is not None and any(each.link is link for each in push.registrations):
@@ -373,7 +377,7 @@ class PrefillCore:
             self._outbox.send_failed(new, refusal.code, refusal.reason, settled=is_settled)
 
     def _place(self, new: Registration, now_s: float) -> Failure | None:
-        """Match or park a registration; the reason when it is refused."""
+        """Match or park a registration; the reason when it is refused. Long lists are looked at last."""
         push = self._pushes.get(new.transfer_id)
         leg = None if push is None else push.legs.get(new.rank)
         old = self._registrations.find(new.transfer_id, new.rank) if leg is None else leg.registration
@@ -387,11 +391,9 @@ class PrefillCore:
         except Failure as exc:
             return exc
         if old is not None:
-            if push is None:
-                self._registrations.forget(old)
-            old.unlink()
+            self._registrations.end(old)
             self._outbox.send_failed(old, FailureCode.superseded, "registered again")
-        new.link.transfer_ids.add(new.transfer_id)
+        self._registrations.admit(new)
         if push is None:
             self._registrations.park(new)
         else:
@@ -429,7 +431,9 @@ class PrefillCore:
             return
         waiting = self._registrations.find(transfer_id, link.rank)
         if waiting is not None and waiting.is_of(link, message.epoch):
-            self._registrations.end(transfer_id, FailureCode.cancelled_by_peer, message.reason, now_s, silent=waiting)
+            self._registrations.end_transfer(
+                transfer_id, FailureCode.cancelled_by_peer, message.reason, now_s, silent=waiting
+            )
         if not is_owed:
             self._outbox.send(link, wire.Drained(transfer_id, message.epoch))
 
@@ -652,7 +656,7 @@ class PrefillCore:
             leg.push.num_bytes += write.num_bytes
             self.counters["bytes_written"] += write.num_bytes
             if leg.is_served and leg.push.is_last_known:
-                leg.registration.unlink()  # what becomes of its link does not matter to it any more
+                self._registrations.end(leg.registration)  # what becomes of its link does not matter to it any more
         else:
             self._write_failed(write, failure, now_s)
         self._after_settle(leg, now_s)
@@ -789,7 +793,7 @@ class PrefillCore:
             case RegistrationEnd(transfer_id):
                 self.counters["registrations_expired"] += 1
                 reason = f"transfer {transfer_id!r}: nothing was pushed before the registration's deadline"
-                self._registrations.end(transfer_id, FailureCode.deadline, reason, now_s, silent=None)
+                self._registrations.end_transfer(transfer_id, FailureCode.deadline, reason, now_s, silent=None)
             case Stall(write_id):
                 self._stalled(write_id, now_s)
             case HoldEnd(push):
@@ -841,7 +845,7 @@ class PrefillCore:
         return {
             "links": len(self._links),
             "pushes_open": len(self._pushes),
-            "registrations_waiting": len(self._registrations),
+            **self._registrations.gauges(),
             **self._lines.gauges(),
             **self._writes.gauges(),
             "pushes_held": len(self._endings.held),

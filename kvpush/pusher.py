@@ -30,7 +30,7 @@ from kvpush.events import BlocksReleased, Outcome, PushFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
-from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
+from kvpush.loop import BYTES_PER_TURN, GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
 from kvpush.peer import Peer, load, unload
 from kvpush.placement import GroupBlocks, Placement
@@ -193,8 +193,8 @@ class PrefillPusher(Side[PushFinished, _Account]):
         A position is complete when every layer of this rank has been pushed for it; ``last=True`` belongs to the last
         call of the transfer. Small pieces are put together while an earlier WRITE of the transfer is in flight.
 
-        Raises as :meth:`push` does, and :class:`UsageError` for a layer that this cache has not, for one of a group that
-        ``block_ids`` leaves out, and for one that is named twice.
+        Raises as :meth:`push` does, and :class:`UsageError` for a layer that this cache has not, for one of a group
+        that ``block_ids`` leaves out, and for one that is named twice.
         """
         masks = [0] * len(self._all_layers)
         if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
@@ -373,7 +373,7 @@ class _PushLoop(Loop):
     def turn(self, ready: set[object]) -> bool:
         assert self._listener is not None
         assert self._transport is not None
-        events = self._listener.receive(MESSAGES_PER_TURN) if ready else []
+        events = self._listener.receive(MESSAGES_PER_TURN, BYTES_PER_TURN) if ready else []
         for event in events:
             self._guarded(self._link_event, event)
         has_progressed = bool(events) | self._poll_fences() | self._poll_writes()

@@ -45,6 +45,7 @@ class Link:
     terms: Mapping[str, GroupTerms]  # by group
     generation: int | None = None
     transfer_ids: set[str] = field(default_factory=set)  # registered over it and not ended
+    num_blocks: int = 0  # block ids in these registrations
 
     @property
     def rank(self) -> Rank:
@@ -53,7 +54,10 @@ class Link:
 
 @dataclass(slots=True, eq=False)
 class Registration:
-    """Where one rank of a decode engine wants the blocks of one transfer. They stay packed until a push has come."""
+    """Where one rank of a decode engine wants the blocks of one transfer.
+
+    Its ids stay as packed as they came until a push has come. They are believed only after :meth:`unpacked`.
+    """
 
     link: Link
     transfer_id: str
@@ -63,6 +67,7 @@ class Registration:
     num_unproven: int = 0  # WRITEs for it that may still land
     is_drain_owed: bool = False  # decode waits for Drained
     is_told: bool = False  # decode knows that it will not be served
+    is_over: bool = False  # it takes no room any more, and does not end with its link
 
     @property
     def engine_id(self) -> str:
@@ -85,13 +90,12 @@ class Registration:
         return self.epoch == epoch and self.link is link
 
     def unpacked(self) -> dict[str, Wanted]:
-        """What it wants of each group that this side has. Raises Failure for ids that cannot be."""
+        """What it wants of each group that this side has. Raises Failure for ids that cannot be.
+
+        Looks at every id, which takes a while for a million.
+        """
         terms = self.link.terms
         return {want.group: wanted_slots(want, terms[want.group]) for want in self.wants if want.group in terms}
-
-    def unlink(self) -> None:
-        """It has ended, and does not end with its link any more."""
-        self.link.transfer_ids.discard(self.transfer_id)
 
 
 def tombstone_of(
@@ -254,9 +258,10 @@ class Leg:
             + (f" of group {want.group!r}" if len(wanted.wants) > 1 else "")
             for want in wanted.wants
         )
+        covered = wanted.num_blocks * self.covered_cells // self.wanted_cells
         return (
             f"transfer {self.transfer_id!r}: decode engine {wanted.engine_id!r} asks for {asked}, prefill pushed "
-            f"{self.push.held_blocks}, which cover {wanted.num_blocks * self.covered_cells // self.wanted_cells} of these"
+            f"{self.push.held_blocks}, which cover {covered} of these"
         )
 
 

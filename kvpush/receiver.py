@@ -10,11 +10,8 @@ and ``wait()`` take. Both are bounded: a transfer counts against ``max_pending_p
 
 from __future__ import annotations
 
-import errno
 import math
 import random
-import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -35,11 +32,12 @@ from kvpush.events import Outcome, ReceiveFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import Dialer, LinkClosed, LinkEvent, LinkMessage, LinkOpened, make_context
-from kvpush.loop import GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
+from kvpush.loop import BYTES_PER_TURN, GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
 from kvpush.nixl_transport import NixlTransport
 from kvpush.parallel import MAX_RANKS
 from kvpush.placement import GroupBlocks, Placement
 from kvpush.plan import check_writable
+from kvpush.probe import Prober
 from kvpush.registry import Clock, Registry
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_setup, check_timeout
 from kvpush.transport import Notification, Transport, TransportFactory
@@ -49,8 +47,6 @@ Addresses = Address | Mapping[tuple[int, int], Address]
 
 ATTENTION_S = 0.02  # after a receive was registered or blocks arrived, the next WRITE is likely near: look often
 LEISURELY_LOOK_S = 0.01  # at NIXL, while receives wait and no WRITE has been announced: prefill's hint takes its time
-MAX_PROBES = 16  # refused addresses that are asked a second time at the same time
-PROBE_TIMEOUT_S = 1.0  # a host that refuses answers within one round trip
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,21 +265,6 @@ def _checked_deadline(deadline_s: object) -> float:
     return float(deadline_s)
 
 
-def _refuses(address: Address) -> bool:
-    """Whether every address of this name answers that nobody listens there. Blocks."""
-    host, port = address
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    for family, kind, protocol, _, sockaddr in found:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.settimeout(PROBE_TIMEOUT_S)
-            if probe.connect_ex(sockaddr) != errno.ECONNREFUSED:
-                return False
-    return True
-
-
 class _ReceiveLoop(Loop):
     """The loop thread's side; everything but the constructor runs there."""
 
@@ -308,7 +289,7 @@ class _ReceiveLoop(Loop):
         self._transport: Transport | None = None
         self._dialer: Dialer | None = None
         self._attentive_until_s = 0.0
-        self._num_probes = 0
+        self._prober = Prober(self._name, self.submit)
         self._core: DecodeCore | None = None  # made by open(), when NIXL's metadata is known
 
     # --- commands ----------------------------------------------------------------------------------------------------
@@ -369,7 +350,7 @@ class _ReceiveLoop(Loop):
         assert self._transport is not None
         events: list[LinkEvent[int]] = []
         if ready or self._dialer.deadline_s() <= self._clock():
-            events = self._dialer.receive(MESSAGES_PER_TURN, ready)
+            events = self._dialer.receive(MESSAGES_PER_TURN, ready, BYTES_PER_TURN)
         for event in events:
             self._guarded(self._link_event, event)
         notifications = list(self._transport.notifications())
@@ -445,29 +426,12 @@ class _ReceiveLoop(Loop):
                     self._perform(self.core.message(event.link, message, now_s))
 
     def _ask_again(self, event: LinkClosed[int]) -> None:
-        """Whether prefill's port really refuses, which proves its process gone and frees the blocks it was to write.
-
-        ZeroMQ does not say why a dial failed, and a host that vanished from the network ends one early, too.
-        """
+        """Whether prefill's port really refuses, which proves its process gone and frees the blocks it was to write."""
         address = self.core.address_of(event.link)
-        if address is None:
-            return
-        if self._num_probes >= MAX_PROBES:
-            self._refusal_probed(event, is_refused=False)
-            return
+        if address is not None:
+            self._prober.ask(address, partial(self._probed, event))
 
-        def probe() -> None:
-            is_refused = _refuses(address)
-            self.submit(partial(self._refusal_probed, event, is_refused=is_refused, is_probe=True))
-
-        self._num_probes += 1
-        try:
-            threading.Thread(target=probe, name=f"{self._name} probe", daemon=True).start()
-        except RuntimeError:  # the system has no thread for us
-            self._refusal_probed(event, is_refused=False, is_probe=True)
-
-    def _refusal_probed(self, event: LinkClosed[int], *, is_refused: bool, is_probe: bool = False) -> None:
-        self._num_probes -= is_probe
+    def _probed(self, event: LinkClosed[int], is_refused: bool) -> None:
         reason = event.reason if is_refused else "its host does not answer"
         self._perform(self.core.link_closed(event.link, reason, self._clock(), refused=is_refused))
 

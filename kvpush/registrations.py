@@ -1,8 +1,11 @@
-"""Who may register for what. Keeps the registrations that nothing has been pushed for yet. Pure.
+"""Who may register for what, and how much. Keeps the registrations that nothing has been pushed for yet. Pure.
 
-A transfer has one decode engine, and one registration at a time from each of its ranks. Until the first byte is written
-to a rank, its newest registration wins; what comes after the end is refused with the cause of the end, which a tombstone
-remembers.
+A transfer has one decode engine, and one registration at a time from each of its ranks. Until the first byte is
+written to a rank, its newest registration wins; what comes after the end is refused with the cause of the end, which a
+tombstone remembers.
+
+Registrations are bounded in number while they wait, and in size until they end: nobody else's list of block ids is
+limited by anything but a message's size. Every refusal here costs the same, however long the list is.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class Registrations:
         self._outbox = outbox
         self._waiting: dict[str, dict[Rank, Registration]] = {}
         self._num_waiting = 0
+        self._num_blocks = 0  # block ids in all that were admitted and have not ended
         self._closed = ""  # why no new transfer is taken
 
     def shut(self, why: str) -> None:
@@ -38,6 +42,26 @@ class Registrations:
     def find(self, transfer_id: str, rank: Rank) -> Registration | None:
         """The one of this rank that waits for this transfer's push."""
         return self._waiting.get(transfer_id, {}).get(rank)
+
+    def admit(self, registration: Registration) -> None:
+        """It takes its place, until :meth:`end`."""
+        registration.link.transfer_ids.add(registration.transfer_id)
+        self._count_blocks(registration, registration.num_blocks)
+
+    def end(self, registration: Registration) -> None:
+        """One that was admitted has ended, whether it waited or its push had come. It does not end with its link any
+        more. Twice is fine."""
+        if registration.is_over:
+            return
+        registration.is_over = True
+        if self.find(registration.transfer_id, registration.rank) is registration:
+            self._remove(registration)
+        registration.link.transfer_ids.discard(registration.transfer_id)
+        self._count_blocks(registration, -registration.num_blocks)
+
+    def _count_blocks(self, registration: Registration, num_blocks: int) -> None:
+        registration.link.num_blocks += num_blocks
+        self._num_blocks += num_blocks
 
     def park(self, registration: Registration) -> None:
         """Nothing was pushed for it yet: wait, until it is due."""
@@ -56,19 +80,14 @@ class Registrations:
             self._remove(registration)
         return registrations
 
-    def forget(self, registration: Registration) -> None:
-        """One that waits has ended."""
-        self._remove(registration)
-        registration.unlink()
-
-    def end(
+    def end_transfer(
         self, transfer_id: str, code: FailureCode, reason: str, now_s: float, *, silent: Registration | None
     ) -> None:
         """A transfer that waits ends, and the push that may still come ends with it. Decode is told on each of its
         ranks but ``silent``, which asked for it and is answered otherwise."""
         registrations = self.waiting_for(transfer_id)
         for registration in registrations:
-            self.forget(registration)
+            self.end(registration)
             if registration is not silent:
                 self._outbox.send_failed(registration, as_decode_sees_it(code), reason)
         if code not in _LEAVE_THE_PUSH_ALONE:
@@ -79,8 +98,9 @@ class Registrations:
         """The transfers that wait for their push, longest first."""
         return list(self._waiting)
 
-    def __len__(self) -> int:
-        return self._num_waiting
+    def gauges(self) -> dict[str, int]:
+        """Sizes."""
+        return {"registrations_waiting": self._num_waiting, "blocks_registered": self._num_blocks}
 
     def _remove(self, registration: Registration) -> None:
         of_transfer = self._waiting[registration.transfer_id]
@@ -100,10 +120,12 @@ class Registrations:
         leg = None if push is None else push.legs.get(new.rank)
         old = self.find(new.transfer_id, new.rank) if leg is None else leg.registration
         if old is not None:
-            return _refusal_after(old, new, leg)
-        if push is not None:
-            return _refusal_by_push(new, push) or self._refusal_by_earlier_use(new, now_s)
-        return self._refusal_by_end(new, now_s) or self._refusal_for_room(new)
+            refusal = _refusal_after(old, new, leg)
+        elif push is not None:
+            refusal = _refusal_by_push(new, push) or self._refusal_by_earlier_use(new, now_s)
+        else:
+            refusal = self._refusal_by_end(new, now_s) or self._refusal_for_room(new)
+        return refusal or self._refusal_by_size(new, old)
 
     def _refusal_by_earlier_use(self, new: Registration, now_s: float) -> Failure | None:
         """A registration of an earlier use of the id, asked again on a new link, is not for the push that is open now:
@@ -135,6 +157,24 @@ class Registrations:
             return Failure(FailureCode.queue_full, reason)
         return None
 
+    def _refusal_by_size(self, new: Registration, old: Registration | None) -> Failure | None:
+        """``old`` makes room for ``new``."""
+        config = self._config
+        limit = config.max_registered_blocks_per_engine
+        if new.num_blocks > limit:
+            reason = f"transfer {new.transfer_id!r} asks for {new.num_blocks} blocks"
+            return Failure(FailureCode.bad_blocks, f"{reason}, more than max_registered_blocks_per_engine={limit}")
+        makes_room = 0 if old is None else old.num_blocks
+        of_engine = new.link.num_blocks - (makes_room if old is not None and old.link is new.link else 0)
+        if of_engine + new.num_blocks > limit:
+            reason = f"{of_engine} blocks of {new.engine_id!r} are registered, {new.num_blocks} more are above"
+            return Failure(FailureCode.queue_full, f"{reason} max_registered_blocks_per_engine={limit}")
+        limit, of_all = config.max_registered_blocks, self._num_blocks - makes_room
+        if of_all + new.num_blocks > limit:
+            reason = f"{of_all} blocks are registered, {new.num_blocks} more are above max_registered_blocks={limit}"
+            return Failure(FailureCode.queue_full, reason)
+        return None
+
 
 def _refusal_after(old: Registration, new: Registration, leg: Leg | None) -> Failure | None:
     """Another registration of a rank that has one: the newest wins until the first byte."""
@@ -152,8 +192,8 @@ def _refusal_by_push(new: Registration, push: Push) -> Failure | None:
         return Failure(push.cause.code_for_decode, push.cause.reason)
     if push.readers and push.readers != new.link.readers:
         reason = (
-            f"transfer {new.transfer_id!r}: the ranks of decode engine {new.engine_id!r} say different things about how "
-            f"many they are: (pp, tp) {sorted(push.readers)[:8]} by one, {sorted(new.link.readers)[:8]} by another"
+            f"transfer {new.transfer_id!r}: the ranks of decode engine {new.engine_id!r} do not agree about how many "
+            f"they are: (pp, tp) {sorted(push.readers)[:8]} says one, {sorted(new.link.readers)[:8]} another"
         )
         return Failure(FailureCode.incompatible, reason)
     return None

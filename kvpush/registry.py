@@ -1,8 +1,8 @@
 """Every remote engine that this side knows, one record per rank of an engine and generation, behind one lock.
 
-An engine that is spread over several processes has a record for each of its ranks that this side talks to: each has its
-own link, incarnation and NIXL agent, restarts and dies by itself, and is written as soon as it is ready. What becomes of
-a transfer when one of its ranks is lost is the cores' to decide: it ends on all of them.
+An engine that is spread over several processes has a record for each of its ranks that this side talks to: each has
+its own link, incarnation and NIXL agent, restarts and dies by itself, and is written as soon as it is ready. What
+becomes of a transfer when one of its ranks is lost is the cores' to decide: it ends on all of them.
 
 Rules of this file:
 

@@ -54,7 +54,7 @@ class Wanted:
 
 def wanted_slots(want: wire.Want, terms: GroupTerms) -> Wanted:
     """Unpack a want. Raises ``Failure(bad_blocks)`` for impossible ids and RemoteProtocolError for a cut-off list."""
-    block_ids = wire.unpack_block_ids(want.block_ids)
+    block_ids = wire.unpack_block_ids(want.block_ids).astype(np.int64)
     check_remote_ids(block_ids, MAX_BLOCKS)
     slots = slots_of(block_ids, terms.decode_slots_per_block)
     first_slot, num_slots = slot_range(want.first_block, len(block_ids), want.num_tokens, terms)

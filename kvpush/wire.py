@@ -355,11 +355,14 @@ def pack_block_ids(block_ids: npt.NDArray[np.integer]) -> bytes:
     return block_ids.astype("<u4", copy=False).tobytes()
 
 
-def unpack_block_ids(packed: bytes) -> npt.NDArray[np.int64]:
-    """Raises RemoteProtocolError when the length is no multiple of 4. Bounds are the receiver's to check."""
+def unpack_block_ids(packed: bytes) -> npt.NDArray[np.uint32]:
+    """A view of the packed bytes: costs nothing, whatever their number. Bounds are the receiver's to check.
+
+    Raises RemoteProtocolError when the length is no multiple of 4.
+    """
     if len(packed) % 4:
         raise RemoteProtocolError(f"block ids: {len(packed)} bytes are no multiple of 4")
-    return np.frombuffer(packed, dtype="<u4").astype(np.int64)
+    return np.frombuffer(packed, dtype="<u4")
 
 
 def clip_reason(reason: str) -> str:

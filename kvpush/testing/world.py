@@ -394,6 +394,7 @@ _EMPTY_AT_REST = {
     "pushes_open",
     "pushes_held",
     "registrations_waiting",
+    "blocks_registered",
     "pushes_behind_handshakes",
     "pushes_in_lines",
     "writes_in_flight",

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import Counter
 
 import msgspec
+import numpy as np
 import peers
 import pytest
 import zmq
@@ -119,6 +121,48 @@ def test_g6_a_flood_of_registrations_is_refused_above_the_cap_and_leaves_with_it
         flat_over_rounds(flood)
         # tombstones of what was served, and nothing of the flood
         assert prefill.pusher.stats()["tombstones"] == ROUNDS and prefill.pusher.stats()["timers"] == 0
+
+
+def huge_registers(kind, count):
+    """Registrations of 8 MiB and less, valid but for what ``kind`` says."""
+    size = {"above the bound": 2_000_000}.get(kind, 1 << 20)
+    packed = wire.pack_block_ids(np.arange(size))
+    for i in range(count):
+        yield wire.encode(wire.Register("one" if kind == "one transfer" else f"t{i}", i, 0, packed, 60_000))
+
+
+@pytest.mark.parametrize(
+    ("kind", "answers"),
+    [
+        ("above the bound", {"Failed bad_blocks": 60}),
+        ("many transfers", {"Failed queue_full": 59}),
+        ("one transfer", {"Failed superseded": 59}),  # each of them is looked at, id by id
+    ],
+)
+def test_rule16_a_flood_of_huge_registrations_costs_little_memory_and_delays_the_others_little(hello, kind, answers):
+    """A million block ids each: the bound in size, packed ids, and few bytes a turn."""
+    seen = Counter()
+    with peers.Prefill() as prefill, peers.Decode() as decode, Flooder(prefill.address) as flooder:
+        flooder.socket.setsockopt(zmq.SNDHWM, 2)
+        assert flooder.answers([named(hello, "flooder")]) == {"Welcome": 1}
+        is_served(prefill, decode, "before")
+        base = peers.resources()
+        flood = threading.Thread(target=lambda: [flooder.socket.send_multipart(m) for m in huge_registers(kind, 60)])
+        flood.start()
+        slowest_s = most_mib = number = 0
+        while flood.is_alive() or not number:
+            start_s = time.monotonic()
+            is_served(prefill, decode, f"beside {number}")
+            slowest_s = max(slowest_s, time.monotonic() - start_s)
+            most_mib = max(most_mib, peers.resources().rss_mib - base.rss_mib)
+            number += 1
+        flood.join()
+        seen = flooder.answers([wire.Heartbeat()], wire.Heartbeat)
+        assert seen == {**answers, "Heartbeat": 1}
+        assert prefill.pusher.stats()["blocks_registered"] == (0 if kind == "above the bound" else 1 << 20)
+        print(f"{kind}: {number} transfers beside it, the slowest {slowest_s:.3f} s; {most_mib:.0f} MiB at most")
+        assert most_mib < 400, most_mib  # 32 messages of 8 MiB that wait to be read, and those of the flooder
+        assert slowest_s < 2, slowest_s
 
 
 def test_a_flood_of_cancels_is_answered_and_remembered_by_nobody(hello):

@@ -7,15 +7,15 @@ import socket
 import peers
 from chaos import QUICK
 
-from kvpush import receiver
+from kvpush import probe
 
 
 def test_a_port_refuses_or_it_does_not():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = listening.getsockname()
-        assert not receiver._refuses(address)
-    assert receiver._refuses(address)
-    assert receiver._refuses(("localhost", address[1]))
+        assert not probe.refuses(address)
+    assert probe.refuses(address)
+    assert probe.refuses(("localhost", address[1]))
 
 
 def test_every_address_of_a_name_must_refuse(monkeypatch):
@@ -28,15 +28,15 @@ def test_every_address_of_a_name_must_refuse(monkeypatch):
             monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(*kind, address) for address in addresses])
 
         found(bad, bad)
-        assert receiver._refuses(("name", 1))
+        assert probe.refuses(("name", 1))
         found(bad, good)
-        assert not receiver._refuses(("name", 1))
+        assert not probe.refuses(("name", 1))
 
         def unknown(*_, **__):
             raise socket.gaierror("no such name")
 
         monkeypatch.setattr(socket, "getaddrinfo", unknown)
-        assert not receiver._refuses(("name", 1))
+        assert not probe.refuses(("name", 1))
 
 
 def test_e7_a_dial_that_failed_without_a_refusal_proves_nothing(fleet, monkeypatch):
@@ -46,7 +46,7 @@ def test_e7_a_dial_that_failed_without_a_refusal_proves_nothing(fleet, monkeypat
         decode.expect("t1", [1, 2], prefill.call("address"), deadline_s=1.0)
         peers.until(lambda: prefill.call("stats")["registrations_waiting"], what="registered")
         asked = []
-        monkeypatch.setattr(receiver, "_refuses", lambda address: bool(asked.append(address)))
+        monkeypatch.setattr(probe, "refuses", lambda address: bool(asked.append(address)))
         prefill.kill()
         event = decode.inbox.outcome("t1")
         assert event.outcome == "expired" and event.code == "deadline" and not event.blocks_reusable
@@ -57,7 +57,7 @@ def test_e7_a_dial_that_failed_without_a_refusal_proves_nothing(fleet, monkeypat
 
 def test_refusals_that_cannot_be_checked_are_not_believed(fleet, monkeypatch):
     """Rule 16: the checks are bounded, and so is what is concluded without one."""
-    monkeypatch.setattr(receiver, "MAX_PROBES", 0)
+    monkeypatch.setattr(probe, "MAX_PROBES", 0)
     prefill = fleet.prefill()
     with peers.Decode(**QUICK, handshake_backoff_max_s=0.2) as decode:
         decode.expect("t1", [1], prefill.call("address"), deadline_s=0.5)

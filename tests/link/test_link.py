@@ -258,6 +258,33 @@ def test_receive_keeps_its_limit_and_serves_links_in_turn(ends):
     turn_until(lambda: len(d.of(LinkMessage)) == 120, d)
 
 
+def test_a_limit_in_bytes_ends_a_receive_with_the_message_that_reaches_it_on_both_ends(ends):
+    p, d, peer = connected_pair(ends)
+    for _ in range(10):
+        assert d.end.send(1, [b"x" * 1000])
+        assert p.end.send(peer, [b"x" * 1000])
+    for end in (p.end, d.end):
+        turns = []
+        turn_until(lambda end=end, turns=turns: turns.append(len(end.receive(64, limit_bytes=2500))) or sum(turns) >= 9)
+        assert max(turns) == 3, turns
+
+
+def test_a_link_with_huge_messages_takes_turns_with_the_others_on_the_listener(ends):
+    p, d = ends.listener(), ends.dialer()
+    for link in (1, 2):
+        d.end.dial(link, p.end.bound)
+    turn_until(lambda: len(d.of(LinkOpened)) == 2, d)
+    for _ in range(20):
+        assert d.end.send(1, [b"x" * 1_000_000])
+    assert d.end.send(2, [b"small"])
+    turn_until(lambda: p.poller.poll(0))
+    sizes = []
+    turn_until(
+        lambda: sizes.extend(len(e.frames[0]) for e in p.end.receive(64, 1) if isinstance(e, LinkMessage)) or 5 in sizes
+    )
+    assert len(sizes) < 20, "the small one did not wait for all of the huge ones"
+
+
 def test_receive_is_right_without_a_poll(ends):
     p, d = ends.listener(), ends.dialer()
     d.end.dial(1, p.end.bound)

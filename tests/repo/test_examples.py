@@ -53,10 +53,10 @@ def test_the_example_runs(name):
 
 @pytest.mark.nixl
 @pytest.mark.processes
-def test_sigterm_ends_the_prefill_process_in_order():
+def test_sigterm_ends_both_processes_in_order():
     said = run("two_processes.py").stdout.splitlines()
     assert sum(line.startswith("prefill: request") and " done" in line for line in said) == 3
-    assert said.index("decode: closed") < said.index("prefill: drained and closed")
+    assert said.index("decode: drained and closed") < said.index("prefill: drained and closed")
 
 
 @pytest.mark.parametrize("name", sorted(LAST_LINES))

@@ -44,6 +44,7 @@ ORDER = [
     "transport",
     "nixl_transport",
     "link",
+    "probe",
     "loop",
     "side",
     "pusher",

@@ -32,11 +32,13 @@ COUNTS = {
     "max_pending_pushes": 8192,
     "max_registrations": 65536,
     "max_registrations_per_engine": 16384,
+    "max_registered_blocks": 1 << 24,
+    "max_registered_blocks_per_engine": 1 << 20,
     "max_engines": 16384,
     "max_deferred_per_engine": 4096,
     "max_in_flight_bytes": 4 << 30,
     "max_write_bytes": 64 << 20,
-    "max_message_bytes": 16 << 20,
+    "max_message_bytes": 8 << 20,
     "max_tombstones": 65536,
 }
 FLAGS = {"eager_handshake": False}
@@ -72,6 +74,7 @@ ORDERED = [
     ("heartbeat_interval_s", "liveness_timeout_s", False),
     ("handshake_backoff_min_s", "handshake_backoff_max_s", True),
     ("max_registrations_per_engine", "max_registrations", True),
+    ("max_registered_blocks_per_engine", "max_registered_blocks", True),
     ("poll_min_s", "poll_max_s", True),
 ]
 
@@ -128,7 +131,7 @@ def _with_room_for(name):
 
 @pytest.mark.parametrize("name", [*COUNTS])
 def test_counts_start_at_one(name):
-    neighbour = {"max_registrations": {"max_registrations_per_engine": 1}}.get(name, {})
+    neighbour = {f"{name}_per_engine": 1} if f"{name}_per_engine" in COUNTS else {}
     assert getattr(Config(**{name: 1}, **neighbour), name) == 1
 
 

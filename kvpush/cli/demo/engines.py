@@ -53,6 +53,7 @@ from kvpush.cli.model import (
 
 STATUS_INTERVAL_S = 0.1
 REST_S = 0.1  # nothing to do at all: wait this long for an order
+DRAIN_TIMEOUT_S = 1.5  # of the router's STOP_TIMEOUT_S; the rest is for close()
 SHORT_REST_S = 0.001  # a transfer is under way: look again soon
 
 
@@ -98,6 +99,7 @@ class Engine(ABC):
                 if not self.step():
                     self._pipe.poll(SHORT_REST_S if self.is_transferring else REST_S)
                 self._report_status()
+            self.wind_down()
             internal_errors = self.side.stats().get("internal_errors", 0)
             unsettled = self.side.close().unsettled  # says goodbye; kvpush touches no block after this
             self.take_events()  # what close() settled
@@ -106,6 +108,10 @@ class Engine(ABC):
     def stop(self) -> None:
         """End at the next step."""
         self._is_stopping = True
+
+    def wind_down(self) -> None:
+        """Nothing new is taken, and what is under way finishes; for a while, since the other side may never begin."""
+        self.side.drain(DRAIN_TIMEOUT_S)
 
     def report(self, report: Report) -> None:
         """Tell the router."""
@@ -249,6 +255,11 @@ class PrefillEngine(Engine):
             if transfer_id not in self._pushing:
                 self.cache.free(current.block_ids)
         self._pusher.cancel(transfer_id)  # its end, if it had begun, arrives as an event like any other
+
+    def wind_down(self) -> None:
+        if self._current is not None:
+            self._cancel(self._current.order.transfer_id)  # its last chunk will never be computed
+        super().wind_down()
 
     def take_events(self) -> None:
         for event in self._pusher.poll():
