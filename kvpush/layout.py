@@ -72,7 +72,9 @@ class MemoryRange:
 class KVGroup:
     """Layers of a cache that share one block table. Raises ConfigurationError naming the field and the value.
 
-    ``dims``, ``total_kv_heads`` and ``block_size_tokens`` default to those of the spec. A group with the axes ``B`` and ``S`` is opaque state:
+    ``dims``, ``total_kv_heads`` and ``block_size_tokens`` default to those of the spec.
+
+    A group with the axes ``B`` and ``S`` is opaque state:
     one block is copied whole, as one token, and nothing is known of its inside. Such state belongs to its
     tensor-parallel rank, so both sides must be equally parallel.
     """
