@@ -568,6 +568,11 @@ class FakeTransport:
         remote.in_flight -= 1
         self.counts.writes_released += 1
 
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`notifications` would return or raise anything, or let a WRITE land: cheaper than asking it."""
+        return bool(self._inbox or self.fabric._injected) or self.fabric.delivery is not Delivery.manual
+
     # --- arrivals and the end --------------------------------------------------------------------------------------
 
     def notifications(self) -> list[Notification]:

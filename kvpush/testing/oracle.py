@@ -111,6 +111,10 @@ class Oracle:
         """Of every WRITE that can still land, abandoned ones included."""
         return [self.grants[write] for write in self._world.fabric.in_flight]
 
+    def tracked(self) -> list[Grant]:
+        """Of every WRITE that its engine still asks about."""
+        return list(self._by_id.values())
+
     def in_flight_of(self, push: Push) -> list[Grant]:
         """Those of one push that its engine still asks about."""
         tracked = self._by_id.values()

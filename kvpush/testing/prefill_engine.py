@@ -136,7 +136,7 @@ class PrefillEngine(Engine):
         self._handles.clear()
         self.transport.close()
         self._perform(self.core.transport_closed(self.now_s()))
-        self.is_alive = False
+        self._end()
         self.world.network.leave(self, in_order=True)
 
     def restart(self) -> PrefillEngine:
@@ -212,6 +212,8 @@ class PrefillEngine(Engine):
         return self.core.message(event.link, message, now_s)
 
     def _look_at_transport(self) -> bool:
+        if not self._handles:
+            return False
         has_progressed = False
         for write_id, handle in list(self._handles.items()):
             failure: Failure | None = None
@@ -232,6 +234,7 @@ class PrefillEngine(Engine):
         return self.core.write_settled(write_id, failure, self.now_s())
 
     def _perform(self, effects: Iterable[prefill_effects.Effect]) -> None:
+        self._is_due_known = False
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
