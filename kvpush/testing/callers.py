@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,7 @@ def transfer(run: Simulation, numbers: Sequence[int]) -> bool:
     """Both calls, in either order, in one chunk or several: most of what happens in production."""
     decode, source, prefill = run.decode(numbers[0]), run.source(numbers[1]), run.prefill(numbers[1])
     transfer_id, count, mood = run.transfer(numbers[2]), 1 + numbers[3] % MAX_BLOCKS, numbers[4]
-    calls = []
+    calls: list[Callable[[], object]] = []
     if decode is not None:
         calls.append(partial(expect_blocks, run, decode, source, transfer_id, count, 0))
     if prefill is not None and prefill.open_push(transfer_id) is None and not prefill.is_held(transfer_id):

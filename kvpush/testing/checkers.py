@@ -52,8 +52,8 @@ class _Claim:
 
 
 class RowsOnly(Observer):
-    """Rules 1, 6 and 8: every change of an engine is a row that follows the one before, a generation is one engine's, and a
-    handshake succeeds only for the attempt that was begun last."""
+    """Rules 1, 6 and 8: every change of an engine is a row that follows the one before, a generation is one engine's,
+    and a handshake succeeds only for the attempt that was begun last."""
 
     name = "rows-only"
 
@@ -264,9 +264,9 @@ class ToldAtOnce(Observer):
                     self._unheard.append((self._world.clock() + SOON_S, claim, event))
         elif isinstance(event, ReceiveFinished) and isinstance(account, Receive) and account.epoch is not None:
             is_own_decision = event.outcome is Outcome.expired or event.code is FailureCode.cancelled_by_caller
-            claim = self._registered.get((engine.life, account.epoch))
-            if is_own_decision and claim is not None:
-                self._ended.append(claim)
+            registered = self._registered.get((engine.life, account.epoch))
+            if is_own_decision and registered is not None:
+                self._ended.append(registered)
 
     def turned(self) -> None:
         if self._ended:
@@ -335,7 +335,9 @@ class InTime(Observer):
         if push.is_over or not push.has_last:
             return
         in_flight = self._world.oracle.in_flight_of(push)
-        if not in_flight and now_s > push.lease_from_s + engine.config.lease_s:
+        # what the device has not computed yet, in a push that has begun, is decode's to wait for: its deadline ends it
+        is_decodes = push.num_fenced > 0 and push.receive is not None
+        if not in_flight and not is_decodes and now_s > push.lease_from_s + engine.config.lease_s:
             raise Violation(self.name, f"{engine!r}: {push!r} waits past its lease")
         for grant in in_flight:
             if now_s > grant.posted_s + engine.config.stall_timeout_s:

@@ -158,6 +158,14 @@ class Engine(ABC):
             observer.called(self, call, transfer_id, detail)
 
     @abstractmethod
+    def cancel(self, transfer_id: str) -> None:
+        """The caller gives a transfer up."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """In order, within ``close_timeout_s``."""
+
+    @abstractmethod
     def _handled(self, event: LinkEvent[Any]) -> list[Any]: ...
 
     @abstractmethod

@@ -211,8 +211,8 @@ class FakeFabric:
                 self.disconnect(write.writer, write.target)
 
     def doubt(self, write: FakeWrite, error: TransportError | None = None) -> None:
-        """Let the writer's next poll raise ``error`` (default: write_failed), and keep the WRITE under way: its bytes may
-        land later, when nobody asks about it any more."""
+        """Let the writer's next poll raise ``error`` (default: write_failed), and keep the WRITE under way: its bytes
+        may land later, when nobody asks about it any more."""
         with self._lock:
             if write.state is not WriteState.in_flight:
                 raise UsageError(f"a write in state {write.state.value!r} cannot become doubtful")

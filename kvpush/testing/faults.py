@@ -198,6 +198,38 @@ def garbage(run: Simulation, numbers: Sequence[int]) -> bool:
     return True
 
 
+def confused_peer(run: Simulation, numbers: Sequence[int]) -> bool:
+    """A decode engine says what it has no business to say: it registers again for nothing, asks for blocks that its
+    cache does not have, cancels what is another's, answers what nobody asked."""
+    decode, prefill = run.decode(numbers[0]), run.prefill(numbers[1])
+    if decode is None or prefill is None:
+        return False
+    links = [link for link in run.world.network.links_of(prefill) if run.world.peer_of(prefill, link) is decode]
+    if not links:
+        return False
+    waiting = [push.transfer_id for push in prefill.pushes if not push.is_over]
+    transfer_id = waiting[numbers[2] % len(waiting)] if waiting else run.transfer(numbers[2])
+    if transfer_id.startswith("b"):
+        return False  # what belongs to the bystander is not taken from it in its name
+    run.num_confused += 1
+    epoch = 2**40 + run.num_confused
+    message: wire.ToPrefill
+    match numbers[3] % 5:
+        case 0 | 1:
+            message = wire.Register(transfer_id, epoch, 0, b"", 3000)
+        case 2:
+            message = wire.Register(transfer_id, epoch, 0, (10**6).to_bytes(4, "little"), 3000)
+        case 3:
+            others = [grant.written.epoch for grant in run.world.oracle.tracked() if grant.sink is not decode]
+            foreign = next((number for number in others if decode.receive_of(number) is None), epoch)
+            message = wire.Cancel(transfer_id, foreign, FailureCode.cancelled_by_caller, "not mine")
+        case _:
+            me = decode.identity
+            message = metadata.build(numbers[4] % 9, me.incarnation, me.agent_name, decode.metadata, decode.geometry)
+    prefill.link_event(LinkMessage(links[-1], wire.encode(message)))
+    return True
+
+
 # --- links -----------------------------------------------------------------------------------------------------------
 
 
@@ -471,18 +503,21 @@ class Ambush(Observer):
     def _strike(self, transfer_id: str, who: int) -> None:
         self._run.world.struck("cancel_at_worst", transfer_id or "everything that is open")
         for engine in list(self._run.world.running()):
-            if isinstance(engine, PrefillEngine):
-                accounts: list[str] = [push.transfer_id for push in engine.pushes if not push.is_over]
-                if who == 1:
-                    continue
-            elif isinstance(engine, DecodeEngine):
-                accounts = [receive.transfer_id for receive in engine.receives if not receive.is_over]
-                if who == 0:
-                    continue
-            for named in accounts:
-                if named in (transfer_id, "") or (not transfer_id and not named.startswith("b")):
-                    if not named.startswith("b"):
+            side = 0 if isinstance(engine, PrefillEngine) else 1
+            if who in (side, 2):
+                for named in _open_ids(engine):
+                    if named == transfer_id or not transfer_id:
                         engine.cancel(named)
+
+
+def _open_ids(engine: Engine) -> list[str]:
+    """What is open here, but for what belongs to the bystander."""
+    accounts: Sequence[Push | Receive] = ()
+    if isinstance(engine, PrefillEngine):
+        accounts = engine.pushes
+    elif isinstance(engine, DecodeEngine):
+        accounts = engine.receives
+    return [a.transfer_id for a in accounts if not a.is_over and not a.transfer_id.startswith("b")]
 
 
 def cancel_at_worst(run: Simulation, numbers: Sequence[int]) -> bool:
@@ -505,6 +540,7 @@ FAULTS = [
     Action("black_hole", 2, True, black_hole),
     Action("queue_full", 1, True, queue_full),
     Action("garbage", 1, True, garbage),
+    Action("confused_peer", 2, True, confused_peer),
     Action("handshake_late", 2, True, handshake_late),
     Action("handshake_by_another", 1, True, handshake_by_another),
     Action("metadata_damaged", 1, True, metadata_damaged),

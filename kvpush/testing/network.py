@@ -281,6 +281,7 @@ class FakeNetwork:
         self._last_serial += 1
         there = self._last_serial.to_bytes(4, "big")
         connection = _Connection(self._last_serial, _End(party, link), _End(listener, there))
+        connection.is_pristine = not self._delays_s.get(self._path(connection))
         self._ends[party, link] = (connection, connection.dialer)
         self._ends[listener, there] = (connection, connection.listener)
         connection.dialer.queue.append(LinkOpened(link))

@@ -88,7 +88,9 @@ class PrefillEngine(Engine):
         index, push.num_chunks = push.num_chunks, push.num_chunks + 1
         push.has_last = push.has_last or last
         self._owners |= dict.fromkeys(block_ids, push)
-        if not fenced:
+        if fenced:
+            push.num_fenced += 1
+        else:
             self._compute(transfer_id, positions)
         self._perform(
             self.core.push(
@@ -106,6 +108,8 @@ class PrefillEngine(Engine):
     def compute(self, push: Push, chunk_index: int, positions: Iterable[int]) -> None:
         """The device has computed a fenced chunk."""
         self._called("fence reached", push.transfer_id, f"chunk {chunk_index}")
+        push.num_fenced -= 1
+        push.lease_from_s = self.now_s()
         self._compute(push.transfer_id, {position: push.block_ids[position] for position in positions})
         self._perform(self.core.fence_reached(push.transfer_id, chunk_index, self.now_s()))
 
@@ -246,6 +250,7 @@ class PrefillEngine(Engine):
                 case prefill_effects.PostWrite():
                     queue.extend(self._post(effect))
                 case prefill_effects.AbandonWrite():
+                    self.world.oracle.ended(self, effect.write_id)
                     self.transport.abandon_write(self._handles.pop(effect.write_id))
                 case prefill_effects.LoadPeer():
                     queue.extend(self._load(effect))

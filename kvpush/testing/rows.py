@@ -26,15 +26,16 @@ def all_rows() -> set[Row]:
 def counting_rows() -> Iterator[Counter[Row]]:
     """How often each row is taken by anything in this process, for as long as the context lasts."""
     counts: Counter[Row] = Counter()
-    fire = Lifecycle.fire
+    fire: Any = Lifecycle.fire
 
     def counted(lifecycle: Lifecycle[Any, Any], subject: HasState[Any], trigger: Any) -> None:
         state = str(subject.state)
         fire(lifecycle, subject, trigger)
         counts[lifecycle.name, state, str(trigger)] += 1
 
-    Lifecycle.fire = counted  # type: ignore[method-assign]
+    holder: Any = Lifecycle
+    holder.fire = counted
     try:
         yield counts
     finally:
-        Lifecycle.fire = fire  # type: ignore[method-assign]
+        holder.fire = fire

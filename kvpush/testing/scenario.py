@@ -110,9 +110,9 @@ def draw(seed: int, actions: Mapping[str, Action]) -> Scenario:
     names = [action.name for action in actions.values() if action.is_fault]
     # not every fault in every run: some bugs show only where others do not interfere
     likely = {name for name in names if rng.random() < 0.6}
-    fault_rate = rng.choice([0.05, 0.15, 0.3, 0.5])
+    fault_rate = rng.choice([0.05, 0.2, 0.4, 0.6])
     steps = []
-    for _ in range(rng.randint(12, 40)):
+    for _ in range(rng.randint(12, 48)):
         wants_fault = rng.random() < fault_rate
         choice = [
             action

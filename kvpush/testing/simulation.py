@@ -78,6 +78,7 @@ class Simulation:
         self.fenced: list[tuple[PrefillEngine, Push, int, range]] = []
         self.strangers: list[Callable[[], None]] = []  # who hold somebody else's address, and how to end it
         self.num_bystanders = 0
+        self.num_confused = 0
         offsets = setup.clock_offsets_s
         self.prefills = [
             self.world.prefill(f"p{i}", num_blocks=24, clock_offset_s=offsets[i]) for i in range(setup.num_prefill)
@@ -161,9 +162,10 @@ class Simulation:
             self.result.failure = BrokenRule(f"{type(exc).__name__} in {where}", str(exc))
         self.result.num_steps = self.world.num_steps
         self.result.simulated_s = self.world.clock() - start_s
-        for account in self.world.accounts:
-            side = "push" if isinstance(account, Push) else "receive"
-            self.result.outcomes[f"{side} {account.outcome or 'open'}"] += 1
+        for engine in self.world.engines:
+            side = "push" if isinstance(engine, PrefillEngine) else "receive"
+            for account in _accounts_of(engine):
+                self.result.outcomes[f"{side} {account.outcome or 'died with its process'}"] += 1
         return self.result
 
     def _take(self, step: Step) -> None:

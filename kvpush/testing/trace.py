@@ -10,6 +10,7 @@ Times count from the beginning of the run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ class Trace(Observer):
         self._lines: list[_Line] = []
         self._lanes: list[str] = []
         self._with_heartbeats = with_heartbeats
-        self._clock = lambda: 0.0
+        self._clock: Callable[[], float] = float  # nothing runs yet
         self._start_s = 0.0
 
     def watch(self, run: Simulation) -> None:

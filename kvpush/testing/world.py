@@ -339,12 +339,16 @@ class World:
 
     @property
     def accounts(self) -> list[Push | Receive]:
-        """Every transfer of every engine that was not killed."""
+        """Every transfer of every engine that was not killed. What a decode engine still held when it closed has its
+        end there: it was reported, and the memory went with the process."""
         found: list[Push | Receive] = []
         for engine in self.engines:
-            if not engine.was_killed:
-                found += engine.pushes if isinstance(engine, PrefillEngine) else []
-                found += engine.receives if isinstance(engine, DecodeEngine) else []
+            if engine.was_killed:
+                continue
+            if isinstance(engine, PrefillEngine):
+                found += engine.pushes
+            elif isinstance(engine, DecodeEngine):
+                found += [receive for receive in engine.receives if engine.is_alive or not receive.is_over]
         return found
 
     def settle(self, limit_s: float) -> float:
