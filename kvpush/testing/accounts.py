@@ -76,4 +76,5 @@ class Receive(Account[ReceiveFinished]):
 
     deadline_s: float = 0.0
     epoch: int | None = None  # known once it has been registered
+    posted: set[int] = field(default_factory=set)  # positions that a WRITE was posted for
     landed: set[int] = field(default_factory=set)  # positions that a WRITE has reached

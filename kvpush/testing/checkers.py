@@ -98,6 +98,12 @@ class AgesByClock(Observer):
         self._world = world
         self._changed_s: dict[tuple[int, int], float] = {}  # (life, generation) -> its last change
         self._seen: dict[int, int] = {}
+        self._handshaking: dict[tuple[int, int], float] = {}  # (life, generation) -> its last activity
+        self._heard: set[tuple[int, str]] = set()  # (life, engine id) of messages since the last turn
+
+    def handled(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
+        if peer is not None:
+            self._heard.add((engine.life, peer.engine_id))
 
     def posted(self, engine: PrefillEngine, write: FakeWrite, grant: Grant) -> None:
         incarnation = grant.sink.identity.incarnation
@@ -114,9 +120,30 @@ class AgesByClock(Observer):
             if engine.registry.num_transitions != seen:
                 self._seen[engine.life], changes = engine.registry.transitions_since(seen)
                 for change in changes:
-                    self._changed_s[engine.life, change.generation] = change.at_s
+                    key = engine.life, change.generation
+                    self._changed_s[key] = change.at_s
+                    if change.dest == State.handshaking:
+                        self._handshaking[key] = math.inf
+                    else:
+                        self._handshaking.pop(key, None)
                     if change.trigger == Trigger.ttl_expired:
                         self._check_not_written_to(engine, change)
+        if self._handshaking:
+            self._check_not_refreshed()
+        self._heard.clear()
+
+    def _check_not_refreshed(self) -> None:
+        """Only its own messages count for an engine that is not connected yet: a push that waits for it does not."""
+        for engine in self._world.running():
+            for shot in engine.registry.snapshot():
+                key, active_s = (engine.life, shot.generation), engine.now_s() - shot.idle_s
+                if shot.state == State.handshaking and key in self._handshaking:
+                    if (
+                        active_s > self._handshaking[key] + EPSILON_S
+                        and (engine.life, shot.engine_id) not in self._heard
+                    ):
+                        raise Violation("pushes-refresh", f"{engine!r}: {shot} was refreshed in its handshake")
+                    self._handshaking[key] = active_s
 
     def _check_not_written_to(self, engine: Engine, change: Transition) -> None:
         for grant in self._world.oracle.tracked():

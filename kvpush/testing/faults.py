@@ -462,11 +462,11 @@ MOMENTS = (
 
 
 class Ambush(Observer):
-    """Waits for a moment of some transfer, and cancels it right then, on one side or on both."""
+    """Waits for a moment of some transfer, and strikes right then."""
 
     def __init__(self, run: Simulation) -> None:
         self._run = run
-        self.waiting: list[tuple[str, int]] = []  # moment, who cancels
+        self.waiting: list[tuple[str, Callable[[str], None]]] = []  # moment, what to do to the transfer
 
     def posted(self, engine: PrefillEngine, write: FakeWrite, grant: Grant) -> None:
         self._come("posted", grant.push.transfer_id)
@@ -496,18 +496,8 @@ class Ambush(Observer):
         for waiting in self.waiting:
             if waiting[0] == moment:
                 self.waiting.remove(waiting)
-                self._run.count("cancel_at_worst")
-                self._run.world.schedule(0.0, partial(self._strike, transfer_id, waiting[1]))
+                self._run.world.schedule(0.0, partial(waiting[1], transfer_id))
                 return
-
-    def _strike(self, transfer_id: str, who: int) -> None:
-        self._run.world.struck("cancel_at_worst", transfer_id or "everything that is open")
-        for engine in list(self._run.world.running()):
-            side = 0 if isinstance(engine, PrefillEngine) else 1
-            if who in (side, 2):
-                for named in _open_ids(engine):
-                    if named == transfer_id or not transfer_id:
-                        engine.cancel(named)
 
 
 def _open_ids(engine: Engine) -> list[str]:
@@ -522,7 +512,34 @@ def _open_ids(engine: Engine) -> list[str]:
 
 def cancel_at_worst(run: Simulation, numbers: Sequence[int]) -> bool:
     """A caller cancels just when something else happens."""
-    run.ambush.waiting.append((MOMENTS[numbers[0] % len(MOMENTS)], numbers[1] % 3))
+    who = numbers[1] % 3  # prefill, decode, both
+
+    def strike(transfer_id: str) -> None:
+        run.count("cancel_at_worst")
+        run.world.struck("cancel_at_worst", transfer_id or "everything that is open")
+        for engine in list(run.world.running()):
+            side = 0 if isinstance(engine, PrefillEngine) else 1
+            if who in (side, 2):
+                for named in _open_ids(engine):
+                    if named == transfer_id or not transfer_id:
+                        engine.cancel(named)
+
+    run.ambush.waiting.append((MOMENTS[numbers[0] % len(MOMENTS)], strike))
+    return False  # counted when it strikes
+
+
+def frozen_at_worst(run: Simulation, numbers: Sequence[int]) -> bool:
+    """An engine freezes just when something else happens, and wakes up with everything overdue at once."""
+
+    def strike(transfer_id: str) -> None:
+        victim = _victim(run, numbers[1:])
+        if victim is not None:
+            run.count("frozen_at_worst")
+            run.world.struck("frozen_at_worst", victim.engine_id)
+            victim.freeze()
+            run.world.schedule(_span(numbers[4]), partial(_thaw, victim, 0.0))
+
+    run.ambush.waiting.append((MOMENTS[numbers[0] % len(MOMENTS)], strike))
     return False  # counted when it strikes
 
 
@@ -556,4 +573,5 @@ FAULTS = [
     Action("write_doubtful", 2, True, write_doubtful),
     Action("nixl_refuses", 1, True, nixl_refuses, spares_bystander=False),
     Action("cancel_at_worst", 4, True, cancel_at_worst),
+    Action("frozen_at_worst", 3, True, frozen_at_worst),
 ]

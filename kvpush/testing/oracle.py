@@ -68,6 +68,9 @@ class Oracle:
             reason = f"{source!r}: {push!r}: blocks {blocks} are not positions {grant.positions}"
             raise Violation("owner-writes", reason)
         if receive is not None:
+            if twice := receive.posted.intersection(grant.positions):
+                raise Violation("each-position-once", f"{source!r}: positions {twice} of {receive!r} are written twice")
+            receive.posted.update(grant.positions)
             push.receive = receive
         self.grants[write] = grant
         self._by_id[source.life, write_id] = grant
