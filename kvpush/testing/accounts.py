@@ -63,6 +63,7 @@ class Push(Account[PushFinished]):
     """One transfer on prefill."""
 
     num_chunks: int = 0
+    num_fenced: int = 0  # chunks that the device has not computed
     has_last: bool = False
     receive: Receive | None = None  # whom it writes to, once a WRITE was posted
     lease_from_s: float = 0.0  # the last thing that can have extended its lease
@@ -75,4 +76,5 @@ class Receive(Account[ReceiveFinished]):
 
     deadline_s: float = 0.0
     epoch: int | None = None  # known once it has been registered
+    posted: set[int] = field(default_factory=set)  # positions that a WRITE was posted for
     landed: set[int] = field(default_factory=set)  # positions that a WRITE has reached

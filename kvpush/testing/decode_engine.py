@@ -97,7 +97,7 @@ class DecodeEngine(Engine):
         self.world.run_for(self.config.close_timeout_s, until=lambda: self.core.num_receives == 0)
         self.transport.close()
         self._perform(self.core.transport_closed(self.now_s()))
-        self.is_alive = False
+        self._end()
         self.world.network.leave(self, in_order=True)
 
     def restart(self) -> DecodeEngine:
@@ -176,12 +176,15 @@ class DecodeEngine(Engine):
         return self.core.message(event.link, message, now_s)
 
     def _look_at_transport(self) -> bool:
+        if not self.transport.has_news:
+            return False
         notifications = self.transport.notifications()
         for notification in notifications:
             self._perform(self.core.notified(notification.agent_name, notification.payload, self.now_s()))
         return bool(notifications)
 
     def _perform(self, effects: Iterable[decode.Effect]) -> None:
+        self._is_due_known = False
         queue = deque(effects)
         while queue:
             effect = queue.popleft()

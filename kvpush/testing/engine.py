@@ -62,6 +62,8 @@ class Engine(ABC):
             self.identity.agent_name, self.geometry.memory, memory_ranges(self.geometry), config
         )
         self._inbox: deque[LinkEvent[Any]] = deque()
+        self._due_s: float | None = None  # when the core's next timer is due, on its own clock
+        self._is_due_known = False  # any call of the core may move it
 
     @property
     def name(self) -> str:
@@ -100,11 +102,15 @@ class Engine(ABC):
 
     def kill(self) -> None:
         """SIGKILL: its links are reset, its memory is gone."""
-        self.is_alive = False
         self.was_killed = True
+        self._end()
         self._inbox.clear()
         self.world.network.leave(self)
         self.world.fabric.kill(self.agent_name)
+
+    def _end(self) -> None:
+        self.is_alive = False
+        self.world.died(self)
 
     def drop_engine(self, engine_id: str) -> None:
         """The router knows that a remote engine is gone."""
@@ -118,18 +124,21 @@ class Engine(ABC):
 
     def turn(self) -> bool:
         """What a loop does in one turn. Whether something happened."""
-        if not self.is_running:
+        if self.is_frozen or not self.is_alive:
             return False
         has_progressed = bool(self._inbox)
         while self._inbox:
             self._perform(self._handled(self._inbox.popleft()))
         has_progressed |= self._look_at_transport()
-        return has_progressed | self._tick()
+        due_s = self._core_due_s()
+        if due_s is not None and due_s <= self.now_s():
+            has_progressed |= self._tick()
+        return has_progressed
 
     def _tick(self) -> bool:
         now_s = self.now_s()
         for count in range(MAX_TICKS):
-            due_s = self.core.next_due_s()
+            due_s = self._core_due_s()
             if due_s is None or due_s > now_s:
                 return count > 0
             self._perform(self.core.tick(now_s))
@@ -137,12 +146,25 @@ class Engine(ABC):
 
     def next_due_s(self) -> float | None:
         """When :meth:`turn` has something to do by itself, on the world's clock."""
-        due_s = self.core.next_due_s() if self.is_running else None
+        due_s = self._core_due_s() if self.is_running else None
         return None if due_s is None else due_s - self.clock_offset_s + (ROUNDING_S if self.clock_offset_s else 0.0)
+
+    def _core_due_s(self) -> float | None:
+        if not self._is_due_known:
+            self._due_s, self._is_due_known = self.core.next_due_s(), True
+        return self._due_s
 
     def _called(self, call: str, transfer_id: str, detail: str = "") -> None:
         for observer in self.world.observers:
             observer.called(self, call, transfer_id, detail)
+
+    @abstractmethod
+    def cancel(self, transfer_id: str) -> None:
+        """The caller gives a transfer up."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """In order, within ``close_timeout_s``."""
 
     @abstractmethod
     def _handled(self, event: LinkEvent[Any]) -> list[Any]: ...

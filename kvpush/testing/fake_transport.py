@@ -202,8 +202,8 @@ class FakeFabric:
                 self.disconnect(write.writer, write.target)
 
     def doubt(self, write: FakeWrite, error: TransportError | None = None) -> None:
-        """Let the writer's next poll raise ``error`` (default: write_failed), and keep the WRITE under way: its bytes may
-        land later, when nobody asks about it any more."""
+        """Let the writer's next poll raise ``error`` (default: write_failed), and keep the WRITE under way: its bytes
+        may land later, when nobody asks about it any more."""
         with self._lock:
             if write.state is not WriteState.in_flight:
                 raise UsageError(f"a write in state {write.state.value!r} cannot become doubtful")
@@ -557,6 +557,11 @@ class FakeTransport:
         remote, _ = self._writes.pop(handle)
         remote.in_flight -= 1
         self.counts.writes_released += 1
+
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`notifications` would return or raise anything, or let a WRITE land: cheaper than asking it."""
+        return bool(self._inbox or self.fabric._injected) or self.fabric.delivery is not Delivery.manual
 
     # --- arrivals and the end --------------------------------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class _End:
 
 @dataclass(slots=True, eq=False)
 class _Connection:
+    serial: int
     dialer: _End
     listener: _End
     is_open: bool = True
@@ -134,10 +135,21 @@ class FakeNetwork:
         found = self._ends.get((party, link))
         return None if found is None else found[0].other(found[1]).party
 
-    def is_pristine(self, party: Party, link: Any) -> bool:
-        """Whether the link stands and no fault has ever touched it."""
-        found = self._ends.get((party, link))
-        return found is not None and found[0].is_open and found[0].is_pristine
+    def links_of(self, party: Party) -> list[Any]:
+        """What a process calls its links, oldest first."""
+        return [link for owner, link in self._ends if owner is party]
+
+    def pristine(self, dialer: Party, listener: Party) -> set[int]:
+        """The serial numbers of links that stand between two processes and that no fault has ever touched."""
+        return {
+            connection.serial
+            for connection, end in self._ends.values()
+            if end is connection.listener
+            and end.party is listener
+            and connection.dialer.party is dialer
+            and connection.is_pristine
+            and self._is_whole(connection)
+        }
 
     def hang_up(self, party: Party, link: Any) -> None:
         """Close this end. What was sent before arrives; this side is told nothing more, the other that it is over."""
@@ -268,7 +280,8 @@ class FakeNetwork:
             return
         self._last_serial += 1
         there = self._last_serial.to_bytes(4, "big")
-        connection = _Connection(_End(party, link), _End(listener, there))
+        connection = _Connection(self._last_serial, _End(party, link), _End(listener, there))
+        connection.is_pristine = not self._delays_s.get(self._path(connection))
         self._ends[party, link] = (connection, connection.dialer)
         self._ends[listener, there] = (connection, connection.listener)
         connection.dialer.queue.append(LinkOpened(link))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Every method does nothing unless a subclass says otherwise. Raise :class:`~kvpush.testing.Violation` to object."""
+    """Every method does nothing unless a subclass says otherwise; to object, raise :class:`Violation`."""
 
     def born(self, engine: Engine) -> None:
         """A new life of an engine begins."""

@@ -69,6 +69,9 @@ class Oracle:
             reason = f"{source!r}: {push!r}: blocks {blocks} are not positions {grant.positions}"
             raise Violation("owner-writes", reason)
         if receive is not None:
+            if twice := receive.posted.intersection(grant.positions):
+                raise Violation("each-position-once", f"{source!r}: positions {twice} of {receive!r} are written twice")
+            receive.posted.update(grant.positions)
             push.receive = receive
         self.grants[write] = grant
         self._by_id[source.life, write_id] = grant
@@ -111,6 +114,10 @@ class Oracle:
     def in_flight(self) -> list[Grant]:
         """Of every WRITE that can still land, abandoned ones included."""
         return [self.grants[write] for write in self._world.fabric.in_flight]
+
+    def tracked(self) -> list[Grant]:
+        """Of every WRITE that its engine still asks about."""
+        return list(self._by_id.values())
 
     def in_flight_of(self, push: Push) -> list[Grant]:
         """Those of one push that its engine still asks about."""

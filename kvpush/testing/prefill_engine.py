@@ -74,7 +74,9 @@ class PrefillEngine(Engine):
         index, push.num_chunks = push.num_chunks, push.num_chunks + 1
         push.has_last = push.has_last or last
         self._owners |= dict.fromkeys(block_ids, push)
-        if not fenced:
+        if fenced:
+            push.num_fenced += 1
+        else:
             self._compute(transfer_id, positions)
         self._perform(
             self.core.push(
@@ -91,6 +93,8 @@ class PrefillEngine(Engine):
     def compute(self, push: Push, chunk_index: int, positions: Iterable[int]) -> None:
         """The device has computed a fenced chunk."""
         self._called("fence reached", push.transfer_id, f"chunk {chunk_index}")
+        push.num_fenced -= 1
+        push.lease_from_s = self.now_s()
         self._compute(push.transfer_id, {position: push.block_ids[position] for position in positions})
         self._perform(self.core.fence_reached(push.transfer_id, chunk_index, self.now_s()))
 
@@ -121,7 +125,7 @@ class PrefillEngine(Engine):
         self._handles.clear()
         self.transport.close()
         self._perform(self.core.transport_closed(self.now_s()))
-        self.is_alive = False
+        self._end()
         self.world.network.leave(self, in_order=True)
 
     def restart(self) -> PrefillEngine:
@@ -197,6 +201,8 @@ class PrefillEngine(Engine):
         return self.core.message(event.link, message, now_s)
 
     def _look_at_transport(self) -> bool:
+        if not self._handles:
+            return False
         has_progressed = False
         for write_id, handle in list(self._handles.items()):
             failure: Failure | None = None
@@ -217,6 +223,7 @@ class PrefillEngine(Engine):
         return self.core.write_settled(write_id, failure, self.now_s())
 
     def _perform(self, effects: Iterable[prefill_effects.Effect]) -> None:
+        self._is_due_known = False
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
@@ -228,6 +235,7 @@ class PrefillEngine(Engine):
                 case prefill_effects.PostWrite():
                     queue.extend(self._post(effect))
                 case prefill_effects.AbandonWrite():
+                    self.world.oracle.ended(self, effect.write_id)
                     self.transport.abandon_write(self._handles.pop(effect.write_id))
                 case prefill_effects.LoadPeer():
                     queue.extend(self._load(effect))

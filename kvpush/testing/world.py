@@ -19,8 +19,8 @@ the same run.
 **Memory.** The world plays both callers, and plays them mean. Prefill's blocks are filled with bytes that tell the
 transfer, position and layer; the moment that an event calls blocks reusable they are scribbled over, as their next
 owner would. Every block of decode that is not granted to a receive holds a canary. Each WRITE is checked when it lands
-(:mod:`kvpush.testing.oracle`): may these source blocks be read, may these destination blocks be written, is this the block that was
-asked for.
+(:mod:`kvpush.testing.oracle`): may these source blocks be read, may these destination blocks be written, is this the
+block that was asked for.
 
 A broken rule raises :class:`Violation` where it is broken; :meth:`World.check` and :meth:`World.check_settled` look at
 everything that can be seen from outside. :attr:`World.observers` may add more (:mod:`kvpush.testing.checkers`).
@@ -94,7 +94,7 @@ class World:
         self._serial = 0
         self._num_addresses = 0
         self._write_id = 0  # of the WRITE that is being posted
-        self._running: list[Engine] = []  # alive ones, oldest first
+        self._alive: list[Engine] = []  # oldest first; few, however many lives there were
         self._latencies: dict[tuple[str, str], random.Random] = {}
 
     def __repr__(self) -> str:
@@ -139,13 +139,18 @@ class World:
 
     def _add(self, engine: Engine) -> None:
         self.engines.append(engine)
+        self._alive.append(engine)
         self.by_agent[engine.agent_name] = engine
         for observer in self.observers:
             observer.born(engine)
 
     def alive(self) -> Iterator[Engine]:
         """Oldest first."""
-        return (engine for engine in self.engines if engine.is_alive)
+        return iter(list(self._alive))
+
+    def running(self) -> Iterator[Engine]:
+        """Alive and awake, oldest first."""
+        return (engine for engine in self.alive() if engine.is_running)
 
     def peer_of(self, engine: Engine, link: Any) -> Engine | None:
         """The process at the other end of a link, as long as this one has not been told that it is over."""
@@ -161,7 +166,7 @@ class World:
 
     def step(self, until_s: float = float("inf")) -> bool:
         """Jump to the next event no later than ``until_s`` and carry it out; ``False`` when there is none."""
-        dues = [due_s for engine in self._alive() if (due_s := engine.next_due_s()) is not None]
+        dues = [due_s for engine in self._alive if (due_s := engine.next_due_s()) is not None]
         dues += [self._agenda[0][0]] if self._agenda else []
         due_s = max(self.clock(), min(dues, default=float("inf")))
         if due_s > until_s or due_s == float("inf"):
@@ -196,16 +201,17 @@ class World:
         return self.clock() - start_s
 
     def _turn(self) -> None:
-        while any(engine.turn() for engine in self._alive()):
-            pass
+        has_progressed = True
+        while has_progressed:
+            has_progressed = False
+            for engine in self.alive():
+                has_progressed |= engine.turn()
         for observer in self.observers:
             observer.turned()
 
-    def _alive(self) -> list[Engine]:
-        """Those that have not been seen dead; few, however many lives there were."""
-        if len(self._running) != len(self.engines) or not all(engine.is_alive for engine in self._running):
-            self._running = list(self.alive())
-        return self._running
+    def died(self, engine: Engine) -> None:
+        """An engine's process is gone."""
+        self._alive.remove(engine)
 
     def _latency_s(self, one: str, other: str) -> float:
         """Every path has random numbers of its own, so that a run without one fault is like the run with it
@@ -333,12 +339,16 @@ class World:
 
     @property
     def accounts(self) -> list[Push | Receive]:
-        """Every transfer of every engine that was not killed."""
+        """Every transfer of every engine that was not killed. What a decode engine still held when it closed has its
+        end there: it was reported, and the memory went with the process."""
         found: list[Push | Receive] = []
         for engine in self.engines:
-            if not engine.was_killed:
-                found += engine.pushes if isinstance(engine, PrefillEngine) else []
-                found += engine.receives if isinstance(engine, DecodeEngine) else []
+            if engine.was_killed:
+                continue
+            if isinstance(engine, PrefillEngine):
+                found += engine.pushes
+            elif isinstance(engine, DecodeEngine):
+                found += [receive for receive in engine.receives if engine.is_alive or not receive.is_over]
         return found
 
     def settle(self, limit_s: float) -> float:

@@ -1,0 +1,416 @@
+"""The rules that time and order can break, each checked from outside of the cores.
+
+A checker is an :class:`~kvpush.testing.Observer`. It sees what the callers, the network and the transport see, and the
+public introspection of a registry (snapshots, transitions); it never looks into a core. :func:`all_checkers` makes one
+of each for a world. The memory oracle (:mod:`kvpush.testing.oracle`) is the other half.
+
+The number behind each name is the rule's in docs/testing.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvpush import wire
+from kvpush.config import HoldPolicy
+from kvpush.errors import FailureCode
+from kvpush.events import BlocksReleased, Outcome, PushFinished, ReceiveFinished, StaleReason, Transition
+from kvpush.lifecycle import ENGINE, State, Trigger
+from kvpush.pushes import as_decode_sees_it
+from kvpush.testing.accounts import Push, Receive
+from kvpush.testing.decode_engine import DecodeEngine
+from kvpush.testing.engine import Engine
+from kvpush.testing.fake_transport import FakeWrite
+from kvpush.testing.observer import Observer
+from kvpush.testing.oracle import Grant
+from kvpush.testing.prefill_engine import PrefillEngine
+from kvpush.testing.violations import Violation
+
+if TYPE_CHECKING:
+    from kvpush.testing.world import World
+
+EPSILON_S = 1e-6  # two clocks that started at different times round differently
+SOON_S = 0.2  # for news to cross a link that no fault has touched, behind whatever else is under way on it
+
+
+@dataclass(slots=True, eq=False)
+class _Claim:
+    """A registration that was sent."""
+
+    prefill: PrefillEngine
+    decode: DecodeEngine
+    receive: Receive
+    epoch: int
+    links: set[int]  # the serial numbers of the untouched links between the two at that time
+
+    def is_heard(self, world: World) -> bool:
+        """Whether both run, and a link of that time still stands and has never been touched."""
+        is_running = self.prefill.is_running and self.decode.is_running
+        return is_running and bool(self.links & world.network.pristine(self.decode, self.prefill))
+
+
+class RowsOnly(Observer):
+    """Rules 1, 6 and 8: every change of an engine is a row that follows the one before, a generation is one engine's,
+    and a handshake succeeds only for the attempt that was begun last."""
+
+    name = "rows-only"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._seen: dict[int, int] = {}  # life -> transitions looked at
+        self._states: dict[tuple[int, int], str] = {}  # (life, generation) -> state
+        self._attempts: dict[tuple[int, int], str] = {}
+        self._engine_ids: dict[tuple[int, int], str] = {}
+
+    def turned(self) -> None:
+        for engine in self._world.running():
+            seen = self._seen.get(engine.life, 0)
+            if engine.registry.num_transitions != seen:
+                self._seen[engine.life], changes = engine.registry.transitions_since(seen)
+                for change in changes:
+                    self._look_at(engine, change)
+
+    def _look_at(self, engine: Engine, change: Transition) -> None:
+        key = engine.life, change.generation
+        if self._engine_ids.setdefault(key, change.engine_id) != change.engine_id:
+            raise Violation(self.name, f"{engine!r}: generation {change.generation} was another engine's: {change}")
+        source = self._states.get(key, str(ENGINE.initial))
+        dest = ENGINE.dest(State(source), Trigger(change.trigger))
+        if change.source != source or dest is None or change.dest != dest:
+            raise Violation(self.name, f"{engine!r}: {change} does not follow {source}")
+        self._states[key] = change.dest
+        if change.trigger == Trigger.handshake_started:
+            self._attempts[key] = change.detail
+        elif change.trigger == Trigger.handshake_succeeded and self._attempts[key] != change.detail:
+            reason = f"{engine!r}: {change.detail} succeeded, but {self._attempts[key]} is under way"
+            raise Violation("late-answers-change-nothing", reason)
+
+
+class AgesByClock(Observer):
+    """Rules 3, 4 and 5: a posted push refreshes its engine; an engine is lost, idle or evicted when its time has come,
+    with traffic or without, and never idle while it is written to."""
+
+    name = "ages-by-clock"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._changed_s: dict[tuple[int, int], float] = {}  # (life, generation) -> its last change
+        self._seen: dict[int, int] = {}
+        self._handshaking: dict[tuple[int, int], float] = {}  # (life, generation) -> its last activity
+        self._heard: set[tuple[int, str]] = set()  # (life, engine id) of messages since the last turn
+
+    def handled(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
+        if peer is not None:
+            self._heard.add((engine.life, peer.engine_id))
+
+    def posted(self, engine: PrefillEngine, write: FakeWrite, grant: Grant) -> None:
+        incarnation = grant.sink.identity.incarnation
+        shots = [shot for shot in engine.registry.snapshot() if shot.incarnation == incarnation]
+        for shot in shots:
+            if shot.state == State.connected and shot.idle_s > EPSILON_S:
+                raise Violation("pushes-refresh", f"{engine!r}: a push was posted, and {shot} counts as idle")
+        if not any(shot.in_flight for shot in shots):
+            raise Violation("pinned-while-written", f"{engine!r}: a WRITE to {grant.sink!r} is posted without a pin")
+
+    def turned(self) -> None:
+        for engine in self._world.running():
+            seen = self._seen.get(engine.life, 0)
+            if engine.registry.num_transitions != seen:
+                self._seen[engine.life], changes = engine.registry.transitions_since(seen)
+                for change in changes:
+                    key = engine.life, change.generation
+                    self._changed_s[key] = change.at_s
+                    if change.dest == State.handshaking:
+                        self._handshaking[key] = math.inf
+                    else:
+                        self._handshaking.pop(key, None)
+                    if change.trigger == Trigger.ttl_expired:
+                        self._check_not_written_to(engine, change)
+        if self._handshaking:
+            self._check_not_refreshed()
+        self._heard.clear()
+
+    def _check_not_refreshed(self) -> None:
+        """Only its own messages count for an engine that is not connected yet: a push that waits for it does not."""
+        for engine in self._world.running():
+            for shot in engine.registry.snapshot():
+                key, active_s = (engine.life, shot.generation), engine.now_s() - shot.idle_s
+                if shot.state == State.handshaking and key in self._handshaking:
+                    if (
+                        active_s > self._handshaking[key] + EPSILON_S
+                        and (engine.life, shot.engine_id) not in self._heard
+                    ):
+                        raise Violation("pushes-refresh", f"{engine!r}: {shot} was refreshed in its handshake")
+                    self._handshaking[key] = active_s
+
+    def _check_not_written_to(self, engine: Engine, change: Transition) -> None:
+        for grant in self._world.oracle.tracked():
+            if grant.source is engine and grant.sink.engine_id == change.engine_id:
+                reason = f"{engine!r}: {change}, while a WRITE of {grant.push!r} is in flight to it"
+                raise Violation("pinned-while-written", reason)
+
+    def checked(self) -> None:
+        for engine in self._world.running():
+            for shot in engine.registry.snapshot():
+                config, now_s = engine.config, engine.now_s()
+                at_s = self._changed_s.get((engine.life, shot.generation), math.inf)
+                late = ""
+                match shot.state:
+                    case State.handshaking if now_s > at_s + config.handshake_timeout_s + EPSILON_S:
+                        late = "its attempt goes on"
+                    case State.connected if shot.silent_s > config.liveness_timeout_s + EPSILON_S:
+                        late = f"silent for {shot.silent_s:g} s"
+                    case State.connected if not shot.in_flight and shot.idle_s > config.engine_ttl_s + EPSILON_S:
+                        late = f"idle for {shot.idle_s:g} s"
+                    case State.stale if shot.reason is StaleReason.idle:
+                        if now_s > at_s + config.evict_grace_s + EPSILON_S:
+                            late = "its grace is over"
+                    case State.stale if not shot.in_flight:
+                        late = "nothing is in flight"
+                    case _:
+                        pass
+                if late:
+                    raise Violation(self.name, f"{engine!r} has {shot}, although {late}")
+
+
+class WantedWhenPosted(Observer):
+    """Rules 9 and 13: a WRITE starts only for a push that is still wanted by both sides, within its lease."""
+
+    name = "wanted-when-posted"
+
+    def __init__(self, world: World) -> None:
+        self._cancelled: set[tuple[int, int, int]] = set()  # (prefill's life, decode's life, epoch)
+
+    def handled(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
+        if peer is None or not isinstance(engine, PrefillEngine):
+            return
+        if isinstance(message, wire.Cancel):
+            self._cancelled.add((engine.life, peer.life, message.epoch))
+        elif isinstance(message, wire.Renew):
+            for transfer_id in message.transfer_ids:
+                push = engine.open_push(transfer_id)
+                if push is not None:
+                    push.lease_from_s = engine.now_s()
+
+    def write_ended(self, engine: PrefillEngine, grant: Grant, failure: object) -> None:
+        grant.push.lease_from_s = engine.now_s()
+
+    def posted(self, engine: PrefillEngine, write: FakeWrite, grant: Grant) -> None:
+        push, lease_s = grant.push, engine.config.lease_s
+        if push.is_cancelled:
+            raise Violation(self.name, f"{engine!r} writes {push!r}, which its caller has cancelled")
+        if (engine.life, grant.sink.life, grant.written.epoch) in self._cancelled:
+            raise Violation(self.name, f"{engine!r} writes {push!r} for {grant.receive!r}, which decode has cancelled")
+        is_first = len(engine.world.oracle.in_flight_of(push)) == 1  # the lease stands still while it writes
+        if is_first and engine.now_s() > push.lease_from_s + lease_s + EPSILON_S:
+            raise Violation(self.name, f"{engine!r} writes {push!r}, whose lease is over")
+
+
+class Drained(Observer):
+    """Rule 12: who is told ``Drained``, or ``Failed(settled)``, can rely on it."""
+
+    name = "drained-means-quiet"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def sent(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
+        if isinstance(message, wire.Drained) or (isinstance(message, wire.Failed) and message.settled):
+            for grant in self._world.oracle.in_flight():
+                if grant.source is engine and grant.sink is peer and grant.written.epoch == message.epoch:
+                    reason = f"{engine!r} sends {message!r}, but a WRITE of positions {grant.positions} may still land"
+                    raise Violation(self.name, reason)
+
+
+class FirstCause(Observer):
+    """Rule 10: the cause that decode is told while a WRITE drains is the one that prefill's caller gets."""
+
+    name = "first-cause"
+
+    def __init__(self, world: World) -> None:
+        pass
+
+    def sent(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
+        if not isinstance(message, wire.Failed) or message.settled or not isinstance(engine, PrefillEngine):
+            return
+        push = engine.open_push(message.transfer_id)
+        is_refusal = message.code in (FailureCode.already_served, FailureCode.claimed)
+        if push is None or is_refusal or push.told_code is not None or not isinstance(peer, DecodeEngine):
+            return
+        if push.receive is not None and push.receive is peer.receive_of(message.epoch):
+            push.told_code = message.code
+
+    def emitted(
+        self, engine: Engine, account: Push | Receive, event: PushFinished | ReceiveFinished | BlocksReleased
+    ) -> None:
+        if isinstance(account, Push) and isinstance(event, PushFinished) and account.told_code is not None:
+            code = None if event.code is None else as_decode_sees_it(event.code)
+            if code != account.told_code:
+                raise Violation(self.name, f"{engine!r}: decode was told {account.told_code}, the caller gets {event}")
+
+
+class ToldAtOnce(Observer):
+    """Rule 11: when one side gives up, the other is told, at once, over the link on which the transfer was registered.
+
+    Only links that no fault has touched are held to it.
+    """
+
+    name = "told-at-once"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._claims: dict[tuple[int, str], list[_Claim]] = {}  # (prefill's life, transfer id) -> registrations
+        self._registered: dict[tuple[int, int], _Claim] = {}  # (decode's life, epoch) -> the newest
+        self._cancels: set[tuple[int, int]] = set()  # (decode's life, epoch)
+        self._unheard: list[tuple[float, _Claim, PushFinished]] = []
+        self._ended: list[_Claim] = []
+
+    def sent(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
+        if isinstance(message, wire.Cancel):
+            self._cancels.add((engine.life, message.epoch))
+        elif isinstance(message, wire.Register) and isinstance(engine, DecodeEngine):
+            receive = engine.receive_of(message.epoch)
+            if isinstance(peer, PrefillEngine) and receive is not None:
+                claim = _Claim(peer, engine, receive, message.epoch, self._world.network.pristine(engine, peer))
+                self._registered[engine.life, message.epoch] = claim
+
+    def handled(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
+        if isinstance(message, wire.Register) and peer is not None:
+            claim = self._registered.get((peer.life, message.epoch))
+            if claim is not None and claim.prefill is engine:
+                self._claims.setdefault((engine.life, message.transfer_id), []).append(claim)
+
+    def emitted(
+        self, engine: Engine, account: Push | Receive, event: PushFinished | ReceiveFinished | BlocksReleased
+    ) -> None:
+        if isinstance(event, PushFinished):
+            for claim in self._claims.pop((engine.life, event.transfer_id), []):
+                if event.outcome is not Outcome.done and claim.decode.engine_id == event.engine_id:
+                    self._unheard.append((self._world.clock() + SOON_S, claim, event))
+        elif isinstance(event, ReceiveFinished) and isinstance(account, Receive) and account.epoch is not None:
+            is_own_decision = event.outcome is Outcome.expired or event.code is FailureCode.cancelled_by_caller
+            registered = self._registered.get((engine.life, account.epoch))
+            if is_own_decision and registered is not None:
+                self._ended.append(registered)
+
+    def turned(self) -> None:
+        if self._ended:
+            ended, self._ended = self._ended, []
+            for claim in ended:
+                if claim.is_heard(self._world) and (claim.decode.life, claim.epoch) not in self._cancels:
+                    raise Violation(self.name, f"{claim.decode!r} gave up {claim.receive!r}, and prefill is not told")
+        if self._unheard:
+            self._unheard = [promise for promise in self._unheard if self._is_owed(*promise)]
+
+    def _is_owed(self, due_s: float, claim: _Claim, event: PushFinished) -> bool:
+        if claim.receive.is_over or not claim.is_heard(self._world):
+            return False
+        if self._world.clock() > due_s:
+            reason = f"{claim.prefill!r}: {event}, and {claim.decode!r} still waits for {claim.receive!r}"
+            raise Violation(self.name, reason)
+        return True
+
+
+class InTime(Observer):
+    """Rules 10, 12, 13 and 18: every outcome, every end of a hold and every cancel comes within its own bound."""
+
+    name = "in-time"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cancelled: list[tuple[Engine, Push | Receive]] = []
+
+    def called(self, engine: Engine, call: str, transfer_id: str, detail: str) -> None:
+        if call == "cancel":
+            account: Push | Receive | None = None
+            if isinstance(engine, PrefillEngine):
+                account = engine.open_push(transfer_id)
+            elif isinstance(engine, DecodeEngine):
+                account = engine.open_receive(transfer_id)
+            if account is not None:
+                self._cancelled.append((engine, account))
+
+    def turned(self) -> None:
+        for engine, account in self._cancelled:
+            if engine.is_running and not account.is_over:
+                if isinstance(account, Push) and self._world.oracle.in_flight_of(account):
+                    continue
+                raise Violation("cancel-ends", f"{engine!r}: {account!r} was cancelled, and is not over")
+        self._cancelled.clear()
+
+    def checked(self) -> None:
+        for engine in self._world.running():
+            now_s, config = engine.now_s() - EPSILON_S, engine.config
+            accounts: list[Push] | list[Receive] = []
+            if isinstance(engine, PrefillEngine):
+                accounts = engine.pushes
+                for push in accounts:
+                    self._check_push(engine, push, now_s)
+            elif isinstance(engine, DecodeEngine):
+                accounts = engine.receives
+                for receive in accounts:
+                    if not receive.is_over and now_s > receive.deadline_s:
+                        raise Violation(self.name, f"{engine!r}: {receive!r} is past its deadline")
+            for account in accounts:
+                is_late = account.is_over and not account.is_free and now_s > account.finished_s + config.hold_timeout_s
+                if is_late and config.hold_policy is HoldPolicy.release:
+                    raise Violation("holds-end", f"{engine!r}: {account!r} is held past hold_timeout_s")
+
+    def _check_push(self, engine: PrefillEngine, push: Push, now_s: float) -> None:
+        if push.is_over or not push.has_last:
+            return
+        in_flight = self._world.oracle.in_flight_of(push)
+        # what the device has not computed yet, in a push that has begun, is decode's to wait for: its deadline ends it
+        is_decodes = push.num_fenced > 0 and push.receive is not None
+        if not in_flight and not is_decodes and now_s > push.lease_from_s + engine.config.lease_s:
+            raise Violation(self.name, f"{engine!r}: {push!r} waits past its lease")
+        for grant in in_flight:
+            if now_s > grant.posted_s + engine.config.stall_timeout_s:
+                raise Violation(self.name, f"{engine!r}: {push!r} waits for a WRITE past stall_timeout_s")
+
+
+class Bounded(Observer):
+    """Rule 16: no queue, table or timer grows beyond its setting, or beyond what is open."""
+
+    name = "bounded"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def checked(self) -> None:
+        for engine in self._world.running():
+            config, gauges = engine.config, engine.core.gauges()
+            limits = {
+                "registrations_waiting": config.max_registrations,
+                "tombstones": config.max_tombstones,
+                "pushes_behind_handshakes": config.max_deferred_per_engine * max(1, len(engine.registry)),
+                "writes_doubtful": config.max_tombstones,
+            }
+            over = {name: gauges[name] for name, limit in limits.items() if gauges.get(name, 0) > limit}
+            if over or len(engine.registry) > config.max_engines:
+                raise Violation(self.name, f"{engine!r}: {over}, {len(engine.registry)} engines")
+            if gauges["timers"] > self._most_timers(gauges):
+                raise Violation(self.name, f"{engine!r} has {gauges['timers']} timers for {gauges}")
+
+    @staticmethod
+    def _most_timers(gauges: dict[str, int]) -> int:
+        if "pushes_open" in gauges:
+            own = 2 * (gauges["pushes_open"] + gauges["pushes_held"])
+            return own + gauges["registrations_waiting"] + gauges["writes_in_flight"]
+        return gauges["receives_open"] + gauges["receives_held"] + gauges["links"]
+
+
+def all_checkers(world: World) -> list[Observer]:
+    """One of each, for this world."""
+    return [
+        RowsOnly(world),
+        AgesByClock(world),
+        WantedWhenPosted(world),
+        Drained(world),
+        FirstCause(world),
+        ToldAtOnce(world),
+        InTime(world),
+        Bounded(world),
+    ]

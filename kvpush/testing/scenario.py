@@ -1,0 +1,149 @@
+"""What one seed means: who is there, how they are set, and a list of steps. Pure data, drawn before anything runs.
+
+A step is a name with a few small numbers, which the action of that name (:mod:`kvpush.testing.callers`,
+:mod:`kvpush.testing.faults`) takes modulo what there is. So every list of steps makes sense, also one that some of them
+were dropped from: that is what makes a run shrink.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvpush.config import Config, HoldPolicy
+
+if TYPE_CHECKING:
+    from kvpush.testing.simulation import Simulation
+
+# Short enough that every one of them passes within a few steps.
+CONFIG = Config(
+    handshake_timeout_s=0.7,
+    handshake_attempts=8,
+    handshake_backoff_min_s=0.1,
+    handshake_backoff_max_s=0.4,
+    heartbeat_interval_s=0.5,
+    liveness_timeout_s=1.6,
+    engine_ttl_s=4,
+    evict_grace_s=3,
+    stall_timeout_s=1.5,
+    hold_timeout_s=4,
+    lease_s=3,
+    receive_deadline_s=6,
+    close_timeout_s=1,
+    max_in_flight_bytes=4 * 128,
+    max_write_bytes=2 * 128,
+    max_deferred_per_engine=6,
+    max_tombstones=256,
+    tombstone_ttl_s=20,
+)
+
+DELAYS_S = (0.0, 0.0, 0.0002, 0.001, 0.002, 0.01, 0.1, 0.5, 1.7, 4.2)
+MAX_NUMBER = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that happens, and how long the world runs on after it."""
+
+    action: str
+    numbers: tuple[int, ...]
+    delay_s: float
+
+    def __str__(self) -> str:
+        return f"{self.action}{self.numbers} +{self.delay_s:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """``perform`` is given the simulation and the numbers; a fault says by ``True`` that it struck. ``weight``: how
+    often it is drawn, relative to the others of its sort."""
+
+    name: str
+    weight: float
+    is_fault: bool
+    perform: Callable[[Simulation, Sequence[int]], bool]
+    spares_bystander: bool = True  # whether a pair that has no part in it must not notice it
+
+
+NUMBERS = 6  # of one step
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Who is there, and how they are set."""
+
+    num_prefill: int
+    num_decode: int
+    config: Config
+    has_bystander: bool  # the last decode engine is spared by every fault, and must not notice any
+    num_transfers: int  # ids in use, so few that uses of one collide
+    clock_offsets_s: tuple[float, ...]
+
+    def __str__(self) -> str:
+        changed = [
+            f"{item.name}={getattr(self.config, item.name)}"
+            for item in dataclasses.fields(self.config)
+            if getattr(self.config, item.name) != getattr(CONFIG, item.name)
+        ]
+        bystander = ", the last of them a bystander" if self.has_bystander else ""
+        return (
+            f"{self.num_prefill} prefill, {self.num_decode} decode{bystander}; {', '.join(changed) or 'usual settings'}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A seed, spelled out."""
+
+    seed: int
+    setup: Setup
+    steps: tuple[Step, ...] = field(repr=False)
+
+
+def draw(seed: int, actions: Mapping[str, Action]) -> Scenario:
+    """What this seed means. Depends on nothing but the seed and the actions there are."""
+    rng = random.Random(f"kvpush scenario {seed}")
+    setup = _drawn_setup(rng)
+    names = [action.name for action in actions.values() if action.is_fault]
+    # not every fault in every run: some bugs show only where others do not interfere
+    likely = {name for name in names if rng.random() < 0.6}
+    fault_rate = rng.choice([0.05, 0.2, 0.4, 0.6])
+    steps = []
+    for _ in range(rng.randint(12, 48)):
+        wants_fault = rng.random() < fault_rate
+        choice = [
+            action
+            for action in actions.values()
+            if action.is_fault is wants_fault
+            and (not wants_fault or action.name in likely)
+            and (action.spares_bystander or not setup.has_bystander)
+        ]
+        if not choice:
+            continue
+        (action,) = rng.choices(choice, [action.weight for action in choice])
+        numbers = tuple(rng.randrange(MAX_NUMBER) for _ in range(NUMBERS))
+        steps.append(Step(action.name, numbers, rng.choice(DELAYS_S)))
+    return Scenario(seed, setup, tuple(steps))
+
+
+def _drawn_setup(rng: random.Random) -> Setup:
+    num_prefill, num_decode = rng.choice([1, 1, 1, 2]), rng.choice([1, 2, 2, 3])
+    has_bystander = num_decode > 1 and rng.random() < 0.2
+    changes: dict[str, object] = {
+        "eager_handshake": rng.random() < 0.2,
+        "hold_policy": HoldPolicy.keep if rng.random() < 0.1 else HoldPolicy.release,
+        "handshake_attempts": rng.choice([2, 8]),
+        "max_write_bytes": rng.choice([128, 256, 1024]),
+        "tombstone_ttl_s": rng.choice([2.0, 20.0]),
+    }
+    if not has_bystander and rng.random() < 0.2:  # queues that fill
+        changes["max_deferred_per_engine"] = rng.choice([1, 2])
+        changes["max_registrations"] = changes["max_registrations_per_engine"] = rng.choice([1, 2, 3])
+        changes["max_engines"] = rng.choice([1, 2, 3])
+        changes["max_in_flight_bytes"] = 128
+    offsets = tuple(rng.choice([0.0, 0.0, 1e6, -900.0]) for _ in range(num_prefill + num_decode))
+    config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
+    return Setup(num_prefill, num_decode, config, has_bystander, rng.randint(2, 6), offsets)

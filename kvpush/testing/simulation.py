@@ -1,0 +1,296 @@
+"""One scenario, run: its steps, then a heal phase, and everything that must hold afterwards.
+
+    result = Simulation(draw(seed, ACTIONS)).run()
+    assert result.failure is None, result.failure
+
+After the last step all faults are off. Then, within bounded time and a bounded number of steps, every transfer has its
+outcome and its blocks back, nothing is left of any, idle engines are evicted, new transfers are served, and all engines
+close.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvpush.config import HoldPolicy
+from kvpush.events import Outcome
+from kvpush.lifecycle import State
+from kvpush.prefill import REGISTRATION_GRACE_S
+from kvpush.testing import callers, faults
+from kvpush.testing.accounts import Push, Receive
+from kvpush.testing.checkers import all_checkers
+from kvpush.testing.decode_engine import DecodeEngine
+from kvpush.testing.engine import Engine
+from kvpush.testing.fake_transport import FakeWrite
+from kvpush.testing.observer import Observer
+from kvpush.testing.prefill_engine import PrefillEngine
+from kvpush.testing.scenario import Action, Scenario, Step
+from kvpush.testing.violations import Violation
+from kvpush.testing.world import World
+
+E = TypeVar("E", bound=Engine)
+
+ACTIONS: dict[str, Action] = {action.name: action for action in [*callers.ACTIONS, *faults.FAULTS]}
+
+MAX_STEPS_TO_SETTLE = 20_000  # events until everything has come to rest, with faults off
+MAX_REST_STEPS_PER_S = 20  # of one link that nobody uses: heartbeats, and their timers
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenRule:
+    """What ended a run: the checker that saw it, or the type of the exception that came out of a core."""
+
+    checker: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.checker}: {self.message}"
+
+
+@dataclass(slots=True)
+class Result:
+    """What became of one run."""
+
+    seed: int
+    failure: BrokenRule | None = None
+    num_steps: int = 0  # events that the world carried out
+    simulated_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)  # that struck, by kind
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+
+class Simulation:
+    """Runs a scenario once. ``observers`` see everything, beside the checkers."""
+
+    def __init__(self, scenario: Scenario, observers: Sequence[Observer] = ()) -> None:
+        setup = scenario.setup
+        self.scenario = scenario
+        self.world = World(scenario.seed, setup.config)
+        self.ambush = faults.Ambush(self)
+        self.world.observers += [*observers, *all_checkers(self.world), self.ambush]
+        self.result = Result(scenario.seed)
+        self.mischief = faults.Mischief(self.world, self.count)
+        self.armed_writes: list[faults.ArmedWrite] = []
+        self.fenced: list[tuple[PrefillEngine, Push, int, range]] = []
+        self.strangers: list[Callable[[], None]] = []  # who hold somebody else's address, and how to end it
+        self.num_bystanders = 0
+        self.num_confused = 0
+        offsets = setup.clock_offsets_s
+        self.prefills = [
+            self.world.prefill(f"p{i}", num_blocks=24, clock_offset_s=offsets[i]) for i in range(setup.num_prefill)
+        ]
+        self.decodes = [
+            self.world.decode(f"d{i}", clock_offset_s=offsets[setup.num_prefill + i]) for i in range(setup.num_decode)
+        ]
+
+    # --- who is there, for actions -----------------------------------------------------------------------------------
+
+    @property
+    def bystander(self) -> DecodeEngine:
+        """The engine that no fault touches."""
+        return self.decodes[-1]
+
+    def target(self, number: int) -> DecodeEngine:
+        """A decode engine, dead or alive, which may be struck."""
+        return _picked(self.decodes[:-1] if self.scenario.setup.has_bystander else self.decodes, number)
+
+    def source(self, number: int) -> PrefillEngine:
+        """A prefill engine, dead or alive: somebody whom decode is told about."""
+        return _picked(self.prefills, number)
+
+    def decode(self, number: int) -> DecodeEngine | None:
+        """As :meth:`target`, if it runs."""
+        return _running(self.target(number))
+
+    def prefill(self, number: int) -> PrefillEngine | None:
+        """As :meth:`source`, if it runs."""
+        return _running(self.source(number))
+
+    def transfer(self, number: int) -> str:
+        """An id."""
+        return f"t{number % self.scenario.setup.num_transfers}"
+
+    def peers_of(self, engine: Engine) -> Sequence[Engine]:
+        """Who talks to it."""
+        return self.decodes if isinstance(engine, PrefillEngine) else self.prefills
+
+    def restart(self, engine: Engine) -> None:
+        """The next life, unless it has begun."""
+        if isinstance(engine, PrefillEngine) and engine in self.prefills and not engine.is_alive:
+            self.prefills[self.prefills.index(engine)] = engine.restart()
+        elif isinstance(engine, DecodeEngine) and engine in self.decodes and not engine.is_alive:
+            self.decodes[self.decodes.index(engine)] = engine.restart()
+
+    def count(self, fault: str) -> None:
+        """A fault struck."""
+        self.result.faults[fault] += 1
+
+    def write_fate(self, write: FakeWrite) -> bool:
+        """Whether a fault that waits for a WRITE takes this one."""
+        engine_id = self.world.by_agent[write.target].engine_id
+        for armed in self.armed_writes:
+            if armed.target == engine_id:
+                self.armed_writes.remove(armed)
+                self.count(armed.fault)
+                self.world.struck(armed.fault, f"WRITE to {engine_id}")
+                armed.act(write)
+                return armed.fault != "write_doubtful"
+        return False
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Never raises for a broken rule: it is in the result."""
+        start_s = self.world.clock()
+        try:
+            for step in self.scenario.steps:
+                self._take(step)
+            self._heal()
+            self._settle()
+            self._rest()
+            self._serve_again()
+            self._close()
+        except Violation as exc:
+            self.result.failure = BrokenRule(exc.checker, exc.message)
+        except Exception as exc:  # noqa: BLE001  # whatever leaves a core is a bug, and this run's finding
+            place = traceback.extract_tb(exc.__traceback__)[-1]
+            where = f"{place.filename.rpartition('/')[2]}:{place.name}"
+            self.result.failure = BrokenRule(f"{type(exc).__name__} in {where}", str(exc))
+        self.result.num_steps = self.world.num_steps
+        self.result.simulated_s = self.world.clock() - start_s
+        for engine in self.world.engines:
+            side = "push" if isinstance(engine, PrefillEngine) else "receive"
+            for account in _accounts_of(engine):
+                self.result.outcomes[f"{side} {account.outcome or 'died with its process'}"] += 1
+        return self.result
+
+    def _take(self, step: Step) -> None:
+        action = ACTIONS[step.action]
+        if action.perform(self, step.numbers) and action.is_fault:
+            self.count(action.name)
+            self.world.struck(action.name, self._shown(action, step))
+        self.world.advance(step.delay_s)
+        self._check()
+
+    def _shown(self, action: Action, step: Step) -> str:
+        return f"{self.target(step.numbers[0]).engine_id}, {self.source(step.numbers[1]).engine_id}"
+
+    def _check(self) -> None:
+        self.world.check()
+        for observer in self.world.observers:
+            observer.checked()
+
+    def _heal(self) -> None:
+        self.world.noted("all faults are over")
+        self.mischief.armed.clear()
+        self.armed_writes.clear()
+        self.ambush.waiting.clear()
+        self.world.heal()
+        for end in self.strangers:
+            end()
+        for engine in [*self.prefills, *self.decodes]:
+            self.restart(engine)
+        for prefill, push, chunk, positions in self.fenced:
+            if prefill.is_alive and prefill.open_push(push.transfer_id) is push:
+                prefill.compute(push, chunk, positions)
+        for prefill in self.prefills:
+            for push in prefill.pushes:
+                if not push.is_over and not push.has_last:
+                    prefill.cancel(push.transfer_id)
+
+    @property
+    def bound_s(self) -> float:
+        """Time in which everything must have come to rest, with faults off."""
+        config = self.scenario.setup.config
+        return 2 * (config.receive_deadline_s + config.hold_timeout_s + config.lease_s + config.stall_timeout_s)
+
+    @property
+    def _is_crowded(self) -> bool:
+        return self.scenario.setup.config.max_engines < max(len(self.prefills), len(self.decodes))
+
+    def _settle(self) -> None:
+        before = self.world.num_steps
+        if self.scenario.setup.config.hold_policy is HoldPolicy.keep:
+            self._settle_kept()
+        self.world.settle(self.bound_s)
+        if self.world.num_steps - before > MAX_STEPS_TO_SETTLE:
+            raise Violation("settles", f"only after {self.world.num_steps - before} steps")
+        self._check()
+
+    def _settle_kept(self) -> None:
+        """Blocks that are kept until proven may stay held for as long as prefill's agent lives."""
+        self.world.run_for(self.bound_s, until=lambda: all(account.is_free for account in self.world.accounts))
+        if still_open := [account for account in self.world.accounts if not account.is_over]:
+            raise Violation("settles", f"{still_open} have no outcome after {self.bound_s:g} s")
+        if not all(account.is_free for account in self.world.accounts):
+            self.world.noted("blocks are kept: prefill's agents end")
+            for prefill in list(self.prefills):
+                prefill.close()
+                self.restart(prefill)
+
+    def _rest(self) -> None:
+        """Nobody calls. Empty registrations time out, idle engines are evicted, and nothing is left."""
+        config = self.scenario.setup.config
+        self.world.noted("rest")
+        idle_s = config.engine_ttl_s + config.evict_grace_s
+        # where few engines may be known at a time, the notice of an empty receive waits until another is forgotten
+        rest_s = max(config.receive_deadline_s + REGISTRATION_GRACE_S, idle_s) + 1 + idle_s * self._is_crowded * 2
+        before = self.world.num_steps
+        self.world.advance(rest_s)
+        links = len(self.prefills) * len(self.decodes)
+        if self.world.num_steps - before > rest_s * MAX_REST_STEPS_PER_S * links:
+            raise Violation("no-spinning", f"{self.world.num_steps - before} steps in {rest_s:g} s of rest")
+        self.world.check_settled()
+        self._check()
+        for engine in self.world.running():
+            counts = engine.transport.counts
+            known = [shot for shot in engine.registry.snapshot() if shot.state != State.evicted]
+            if known or engine.core.gauges()["links"] or counts.remotes_added != counts.remotes_removed:
+                raise Violation("nothing-is-left", f"{engine!r} still knows {known}, {counts}, {engine.core.gauges()}")
+
+    def _serve_again(self) -> None:
+        """After the storm every pair is served, one after the other. Where only a few engines may be known at a time,
+        the last pair has been forgotten before the next comes."""
+        self.world.noted("every pair once more")
+        config = self.scenario.setup.config
+        for prefill in self.prefills:
+            for decode in self.decodes:
+                if self._is_crowded:
+                    self.world.advance(config.engine_ttl_s + config.evict_grace_s + 1)
+                name = f"after {prefill.engine_id} {decode.engine_id}"
+                receive = decode.expect(name, [0, 1], prefill)
+                push = prefill.push(name, [0, 1])
+                self.world.settle(self.bound_s)
+                if push.outcome is not Outcome.done or receive.outcome is not Outcome.done:
+                    raise Violation("serves-again", f"{push.finished!r}, {receive.finished!r}")
+
+    def _close(self) -> None:
+        self.world.noted("close")
+        for engine in [*self.decodes, *self.prefills]:
+            start_s = self.world.clock()
+            engine.close()
+            if self.world.clock() > start_s + self.scenario.setup.config.close_timeout_s + 1e-6:
+                raise Violation("in-time", f"{engine!r}: close() took {self.world.clock() - start_s:g} s")
+            self.world.advance(0.01)
+            if left := [account for account in _accounts_of(engine) if not account.is_over]:
+                raise Violation("settles", f"{engine!r} is closed, and {left} have no outcome")
+        self.world.check()
+
+
+def _accounts_of(engine: Engine) -> Sequence[Push | Receive]:
+    if isinstance(engine, PrefillEngine):
+        return engine.pushes
+    assert isinstance(engine, DecodeEngine), "there are two kinds"
+    return engine.receives
+
+
+def _picked(engines: list[E], number: int) -> E:
+    return engines[number % len(engines)]
+
+
+def _running(engine: E) -> E | None:
+    return engine if engine.is_running else None
