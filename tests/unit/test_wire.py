@@ -15,24 +15,25 @@ from hypothesis import strategies as st
 
 from kvpush import wire
 from kvpush.errors import FailureCode, RemoteProtocolError, UsageError
+from kvpush.parallel import MAX_RANKS, Share
 
 # --- one example of every message, and strategies for the rest ------------------------------------------------------
 
 TO_PREFILL: list[wire.ToPrefill] = [
-    wire.Hello("d0", "b7e1", (0, 1), "p0", {"dtype": "bfloat16"}, "d0/0.1#b7e1"),
+    wire.Hello("d0", "b7e1", Share(0, 1, 1, 2), "p0", Share(1, 2), {"kv.dtype": "bfloat16"}, {"kv": 16}, "d0/0.1#b7e1"),
     wire.Metadata(3, "b7e1", "d0/0.1#b7e1", 4, b"\x01\x02", b"blob", b"\x80"),
     wire.MetadataUnavailable(3, FailureCode.not_ready, "no memory yet"),
-    wire.Register("t1", 7, 2, wire.pack_block_ids(np.array([7, 8, 2])), 5000),
+    wire.Register("t1", 7, (wire.Want("kv", 2, wire.pack_block_ids(np.array([7, 8, 2])), 70),), 5000),
     wire.Cancel("t1", 7, FailureCode.deadline, "too late"),
     wire.Renew(["t1", "t2"]),
     wire.Heartbeat(),
     wire.Goodbye("closing"),
 ]
 TO_DECODE: list[wire.ToDecode] = [
-    wire.Welcome("p0", "c0de", (1, 0), "p0/1.0#c0de"),
+    wire.Welcome("p0", "c0de", Share(1, 2), (wire.Holding("kv", 16, ("layers.8", "layers.9")),), "p0/1.0#c0de"),
     wire.Refused(FailureCode.incompatible, "dtype: here bfloat16, there float16"),
     wire.MetadataRequest(3),
-    wire.Writing(7, 2),
+    wire.Writing(7),
     wire.Failed("t1", 7, FailureCode.write_failed, "NIXL: disconnected", False),
     wire.Drained("t1", 7),
     wire.Heartbeat(),
@@ -47,6 +48,14 @@ def named(case: Any) -> str:
 
 ids = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=wire.MAX_ID_BYTES // 4)
 reasons = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
+
+
+@st.composite
+def shares(draw: st.DrawFn) -> Share:
+    pp_size, tp_size = draw(st.integers(1, MAX_RANKS)), draw(st.integers(1, MAX_RANKS))
+    return Share(draw(st.integers(0, pp_size - 1)), pp_size, draw(st.integers(0, tp_size - 1)), tp_size)
+
+
 FIELD_STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
     wire.Id: ids,
     wire.Reason: reasons,
@@ -55,6 +64,10 @@ FIELD_STRATEGIES: dict[Any, st.SearchStrategy[Any]] = {
     wire.RemainingMs: st.integers(0, wire.MAX_REMAINING_MS),
     wire.BlockIds: st.binary(max_size=64),
     wire.Fingerprint: st.dictionaries(st.text(max_size=9), reasons, max_size=8),
+    wire.Tokens: st.integers(1, 2**31 - 1),  # and wire.AtLeastOne, which is the same type
+    wire.GroupName: ids,  # and wire.LayerName
+    wire.BlockSizes: st.dictionaries(ids, st.integers(1, 2**31 - 1), max_size=4),
+    Share: shares(),
     FailureCode: st.sampled_from(FailureCode),
     bytes: st.binary(max_size=64),
     bool: st.booleans(),
@@ -68,16 +81,32 @@ def strategy_of(annotation: Any) -> st.SearchStrategy[Any]:
         return st.tuples(FIELD_STRATEGIES[wire.Count], FIELD_STRATEGIES[wire.Count])
     if "Renew" in repr(annotation) or annotation == msgspec.structs.fields(wire.Renew)[0].type:
         return st.lists(ids, max_size=5)
-    if annotation == msgspec.structs.fields(wire.Written)[-1].type:
-        return st.integers(1, 2**31 - 1)
+    for kind, name, item, most in TUPLES:
+        if annotation == type_of(kind, name):
+            least = int(kind is wire.Written)
+            items = strategy_of(item) if item is wire.LayerName else built(item)
+            return st.lists(items, min_size=least, max_size=most).map(tuple)
     raise AssertionError(f"no strategy for {annotation}")
 
 
+TUPLES: list[tuple[Any, str, Any, int]] = [
+    (wire.Register, "wants", wire.Want, 4),
+    (wire.Welcome, "holdings", wire.Holding, 4),
+    (wire.Holding, "layers", wire.LayerName, 4),
+    (wire.Written, "spans", wire.Span, wire.MAX_SPANS),
+]
+
+
+def type_of(kind: Any, name: str) -> Any:
+    return next(field.type for field in msgspec.structs.fields(kind) if field.name == name)
+
+
+def built(kind: Any) -> st.SearchStrategy[Any]:
+    return st.builds(kind, **{field.name: strategy_of(field.type) for field in msgspec.structs.fields(kind)})
+
+
 def messages(union: Any) -> st.SearchStrategy[Any]:
-    return st.one_of(
-        st.builds(kind, **{field.name: strategy_of(field.type) for field in msgspec.structs.fields(kind)})
-        for kind in get_args(union)
-    )
+    return st.one_of(built(kind) for kind in get_args(union))
 
 
 # --- round trips ----------------------------------------------------------------------------------------------------
@@ -98,13 +127,17 @@ def test_round_trip_to_decode(message):
     assert wire.decode_to_decode(wire.encode(message)) == message
 
 
-@given(
-    st.builds(wire.Written, **{field.name: strategy_of(field.type) for field in msgspec.structs.fields(wire.Written)})
-)
+@given(built(wire.Written))
 def test_round_trip_written(written):
     payload = wire.encode_written(written)
     assert wire.decode_written(payload) == written
-    assert len(payload) <= 40
+    assert len(payload) <= 29 + 30 * len(written.spans) <= wire.MAX_WRITTEN_BYTES
+
+
+def test_the_notification_of_a_usual_write_is_short():
+    one = wire.Span(0, 0, 80, 1000, 512)
+    assert len(wire.encode_written(wire.Written(10**6, (1, 7), 3, (one,)))) <= 30
+    assert len(wire.encode_written(wire.Written(10**6, (1, 7), 3, (one, one)))) <= 40
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
@@ -134,9 +167,11 @@ def test_the_wrong_direction_is_refused(case):
 
 GOLDEN = {
     "Hello": (
-        "87a474797065a548656c6c6fa9656e67696e655f6964a26430ab696e6361726e6174696f6ea462376531a472616e6b92"
-        "0001b265787065637465645f656e67696e655f6964a27030ab66696e6765727072696e7481a56474797065a862666c6f"
-        "61743136aa6167656e745f6e616d65ab64302f302e312362376531"
+        "89a474797065a548656c6c6fa9656e67696e655f6964a26430ab696e6361726e6174696f6ea462376531a5736861726584a7"
+        "70705f72616e6b00a770705f73697a6501a774705f72616e6b01a774705f73697a6502b265787065637465645f656e67696e"
+        "655f6964a27030ae65787065637465645f736861726584a770705f72616e6b01a770705f73697a6502a774705f72616e6b00"
+        "a774705f73697a6501ab66696e6765727072696e7481a86b762e6474797065a862666c6f61743136b2626c6f636b5f73697a"
+        "65735f746f6b656e7381a26b7610aa6167656e745f6e616d65ab64302f302e312362376531"
     ),
     "Metadata": (
         "88a474797065a84d65746164617461a7617474656d707403ab696e6361726e6174696f6ea462376531aa6167656e745f"
@@ -148,8 +183,8 @@ GOLDEN = {
         "6479a6726561736f6ead6e6f206d656d6f727920796574"
     ),
     "Register": (
-        "86a474797065a85265676973746572ab7472616e736665725f6964a27431a565706f636807ab66697273745f626c6f63"
-        "6b02a9626c6f636b5f696473c40c070000000800000002000000ac72656d61696e696e675f6d73cd1388"
+        "85a474797065a85265676973746572ab7472616e736665725f6964a27431a565706f636807a577616e74739194a26b7602c4"
+        "0c07000000080000000200000046ac72656d61696e696e675f6d73cd1388"
     ),
     "Cancel": (
         "85a474797065a643616e63656cab7472616e736665725f6964a27431a565706f636807a4636f6465a8646561646c696e"
@@ -159,14 +194,15 @@ GOLDEN = {
     "Heartbeat": "81a474797065a9486561727462656174",
     "Goodbye": "82a474797065a7476f6f64627965a6726561736f6ea7636c6f73696e67",
     "Welcome": (
-        "85a474797065a757656c636f6d65a9656e67696e655f6964a27030ab696e6361726e6174696f6ea463306465a472616e"
-        "6b920100aa6167656e745f6e616d65ab70302f312e302363306465"
+        "86a474797065a757656c636f6d65a9656e67696e655f6964a27030ab696e6361726e6174696f6ea463306465a57368617265"
+        "84a770705f72616e6b01a770705f73697a6502a774705f72616e6b00a774705f73697a6501a8686f6c64696e67739193a26b"
+        "761092a86c61796572732e38a86c61796572732e39aa6167656e745f6e616d65ab70302f312e302363306465"
     ),
     "Refused": (
         "83a474797065a752656675736564a4636f6465ac696e636f6d70617469626c65a6726561736f6ed92364747970653a20"
         "686572652062666c6f617431362c20746865726520666c6f61743136"
     ),
-    "Writing": "83a474797065a757726974696e67a565706f636807aa6e756d5f626c6f636b7302",
+    "Writing": "82a474797065a757726974696e67a565706f636807",
     "MetadataRequest": "82a474797065af4d6574616461746152657175657374a7617474656d707403",
     "Failed": (
         "86a474797065a64661696c6564ab7472616e736665725f6964a27431a565706f636807a4636f6465ac77726974655f66"
@@ -190,13 +226,16 @@ def test_golden_bytes(case):
 
 
 def test_golden_bytes_of_the_notification():
-    written = wire.Written(7, (1, 0), 2, 5, 3)
-    assert wire.encode_written(written) == bytes.fromhex("9507920100020503")
+    written = wire.Written(7, (1, 0), 2, (wire.Span(0, 4, 2, 5, 3), wire.Span(1, 0, 1, 0, 9)))
+    golden = bytes.fromhex("940792010002" + "92" + "950004020503" + "950100010009")
+    assert wire.encode_written(written) == golden
+    assert wire.decode_written(golden) == written
 
 
 # --- j1, j3: junk -----------------------------------------------------------------------------------------------------
 
 packed = msgspec.msgpack.encode
+SPAN = [0, 0, 1, 0, 1]
 JUNK_VALUES: list[Any] = [None, -1, [], {}, "", 1e308, b"\xff", 2**64 - 1]
 
 
@@ -256,15 +295,24 @@ def test_j1_each_field_replaced(case):
                 continue
             # what is let through is a legal value of that field, and nothing was converted on the way
             assert (type(message).__name__, name) in LEGAL_REPLACEMENTS, (name, junk)
-            assert getattr(decoded, name) == junk and type(getattr(decoded, name)) is type(junk)
+            again = body(decoded)[name]
+            if name in ("share", "expected_share"):
+                assert junk == {} and getattr(decoded, name) == Share()
+            else:
+                assert again == junk and type(again) is type(junk)
 
 
 LEGAL_REPLACEMENTS = {
     ("Hello", "fingerprint"),  # {}
+    ("Hello", "block_sizes_tokens"),
+    ("Hello", "share"),  # {}: every field has a default, that of an engine of one rank
+    ("Hello", "expected_share"),
+    ("Welcome", "share"),
+    ("Welcome", "holdings"),  # []
+    ("Register", "wants"),  # []: decode needs nothing
     ("Metadata", "digest"),  # b"\xff"; the digest's own check refuses it
     ("Metadata", "blob"),
     ("Metadata", "geometry"),
-    ("Register", "block_ids"),  # b"\xff"; unpack_block_ids refuses it
     ("MetadataUnavailable", "reason"),  # ""
     ("Cancel", "reason"),
     ("Failed", "reason"),
@@ -274,14 +322,100 @@ LEGAL_REPLACEMENTS = {
 }
 
 
-@pytest.mark.parametrize("rank", ["0", None, 1.5, True, [0], [0, 1, 2], [0, -1], [0, "1"], {"pp": 0}])
-def test_a1_odd_ranks_are_refused(rank):
-    refused(wire.decode_to_prefill, packed(body(TO_PREFILL[0]) | {"rank": rank}))
+ODD_SHARES: list[Any] = ["0", None, 1.5, True, [0], [0, 1, 0, 1]]
+ODD_SHARES += [{"tp_rank": odd} for odd in (-1, 1, "0", None, 0.0, True, [0])]  # 1 of 1 is none
+ODD_SHARES += [{"pp_size": odd} for odd in (0, -1, MAX_RANKS + 1, 2**64 - 1, "1", None)]
+ODD_SHARES += [{"pp_rank": 4, "pp_size": 4}, {"tp_rank": MAX_RANKS, "tp_size": MAX_RANKS}]
+
+
+@pytest.mark.parametrize("share", ODD_SHARES, ids=repr)
+def test_a1_odd_ranks_are_refused(share):
+    for name in ("share", "expected_share"):
+        refused(wire.decode_to_prefill, packed(body(TO_PREFILL[0]) | {name: share}))
+    refused(wire.decode_to_decode, packed(body(TO_DECODE[0]) | {"share": share}))
 
 
 @pytest.mark.parametrize("block_ids", ["34", {"0": 3}, [3, 4], 3, None])
 def test_j1_block_ids_in_another_form_are_refused(block_ids):
-    refused(wire.decode_to_prefill, packed(body(TO_PREFILL[3]) | {"block_ids": block_ids}))
+    refused(wire.decode_to_prefill, packed(body(TO_PREFILL[3]) | {"wants": [["kv", 2, block_ids, 0]]}))
+
+
+ODD_WANTS: list[Any] = [
+    "kv",
+    {"kv": []},
+    ["kv"],
+    [[]],
+    [["kv", 2]],
+    [{"group": "kv", "first_block": 2, "block_ids": b""}],
+    [["", 2, b""]],
+    [["x" * (wire.MAX_NAME_CHARS + 1), 2, b""]],
+    [["kv", -1, b""]],
+    [["kv", 2**31, b""]],
+    [["kv", True, b""]],
+    [["kv", 2, b"", -1]],
+    [["kv", 2, b"", 2**63]],
+    [["kv", 2, b"", None]],
+    [["kv", 2, b"", 1.5]],
+    [["kv", 0, b""]] * (wire.MAX_GROUPS + 1),
+]
+
+
+@pytest.mark.parametrize("wants", ODD_WANTS, ids=range(len(ODD_WANTS)))
+def test_j1_odd_wants_are_refused(wants):
+    refused(wire.decode_to_prefill, packed(body(TO_PREFILL[3]) | {"wants": wants}))
+
+
+ODD_HOLDINGS: list[Any] = [
+    [["kv", 16]],
+    [["kv", 0, []]],
+    [["kv", 2**31, []]],
+    [["kv", "16", []]],
+    [["", 16, []]],
+    [["kv", 16, "layers.0"]],
+    [["kv", 16, [""]]],
+    [["kv", 16, [0]]],
+    [["kv", 16, ["x" * (wire.MAX_NAME_CHARS + 1)]]],
+    [["kv", 16, ["x"] * (wire.MAX_LAYERS + 1)]],
+    [["kv", 16, []]] * (wire.MAX_GROUPS + 1),
+]
+
+
+@pytest.mark.parametrize("holdings", ODD_HOLDINGS, ids=range(len(ODD_HOLDINGS)))
+def test_j1_odd_holdings_are_refused(holdings):
+    refused(wire.decode_to_decode, packed(body(TO_DECODE[0]) | {"holdings": holdings}))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"kv": 0}, {"kv": 2**31}, {"kv": "16"}, {"": 16}, {1: 16}, {str(i): 1 for i in range(wire.MAX_GROUPS + 1)}],
+    ids=range(6),
+)
+def test_j1_odd_block_sizes_are_refused(sizes):
+    refused(wire.decode_to_prefill, packed(body(TO_PREFILL[0]) | {"block_sizes_tokens": sizes}))
+
+
+def test_a_want_without_an_end_wants_every_block_whole():
+    raw = packed(body(TO_PREFILL[3]) | {"wants": [["kv", 2, b""]]})
+    message = wire.decode_to_prefill([b"kvpush/1", raw])
+    assert isinstance(message, wire.Register)
+    assert message.wants == (wire.Want("kv", 2, b"", num_tokens=0),)
+
+
+def test_structs_without_names_can_grow():
+    wants, holdings = [["kv", 2, b"", 0, "more"]], [["kv", 16, ["layers.0"], {"more": 1}]]
+    message = wire.decode_to_prefill([b"kvpush/1", packed(body(TO_PREFILL[3]) | {"wants": wants})])
+    assert isinstance(message, wire.Register) and message.wants == (wire.Want("kv", 2, b""),)
+    welcome = wire.decode_to_decode([b"kvpush/1", packed(body(TO_DECODE[0]) | {"holdings": holdings})])
+    assert isinstance(welcome, wire.Welcome) and welcome.holdings == (wire.Holding("kv", 16, ("layers.0",)),)
+
+
+def test_every_group_and_layer_that_a_cache_may_have_fits_into_a_message():
+    group = wire.Holding("g" * 48, 16, tuple(f"{i:0512}" for i in range(wire.MAX_LAYERS)))
+    welcome = wire.Welcome("p0", "c0de", Share(), (group,), "p0/0.0#c0de")
+    assert wire.decode_to_decode(wire.encode(welcome)) == welcome
+    wants = tuple(wire.Want(f"{i:048}", 2**31 - 1, b"", 2**63 - 1) for i in range(wire.MAX_GROUPS))
+    register = wire.Register("t1", 7, wants, 1)
+    assert wire.decode_to_prefill(wire.encode(register)) == register
 
 
 @pytest.mark.parametrize("case", EVERY_MESSAGE, ids=named)
@@ -361,20 +495,47 @@ def test_odd_frames_are_refused(decode, frames):
         b"\xff",
         b"HB:x",
         packed([]),
-        packed([7, [0, 0], 0, 0]),
-        packed([7, [0, 0], 0, 0, 0]),
+        packed([7, [0, 0], 0]),
+        packed([7, [0, 0], 0, []]),
         packed({}),
         b"\x91" * 128,
-    ]
-    + [b"\0" * 129, packed([-1, [0, 0], 0, 0, 1]), packed([7, [0], 0, 0, 1]), packed([True, [0, 0], 0, 0, 1])],
+        b"\0" * (wire.MAX_WRITTEN_BYTES + 1),
+        packed([-1, [0, 0], 0, [SPAN]]),
+        packed([7, [0], 0, [SPAN]]),
+        packed([True, [0, 0], 0, [SPAN]]),
+        packed([7, [0, 0], -1, [SPAN]]),
+        packed([7, [0, 0], 0, SPAN]),
+        packed([7, [0, 0], 0, [SPAN] * (wire.MAX_SPANS + 1)]),
+    ],
 )
 def test_odd_notifications_are_refused(payload):
     with pytest.raises(RemoteProtocolError):
         wire.decode_written(payload)
 
 
+@pytest.mark.parametrize("place", range(len(SPAN)))
+@pytest.mark.parametrize("value", [-1, "1", None, True, 0.5, [], 2**64 - 1])
+def test_odd_spans_are_refused(place, value):
+    span = [*SPAN[:place], value, *SPAN[place + 1 :]]
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_written(packed([7, [0, 0], 0, [SPAN, span]]))
+
+
+@pytest.mark.parametrize("span", [SPAN[:4], [0, 0, 0, 0, 1], [0, 0, 1, 0, 0], {}], ids=repr)
+def test_spans_of_nothing_are_refused(span):
+    with pytest.raises(RemoteProtocolError):
+        wire.decode_written(packed([7, [0, 0], 0, [span]]))
+
+
+def test_a_notification_that_is_too_long_is_refused_unread():
+    whole = packed([7, [0, 0], 0, [SPAN], b"x" * wire.MAX_WRITTEN_BYTES])
+    with pytest.raises(RemoteProtocolError, match="a notification of"):
+        wire.decode_written(whole)
+
+
 def test_notifications_can_grow():
-    assert wire.decode_written(packed([7, [1, 0], 2, 5, 3, "more"])) == wire.Written(7, (1, 0), 2, 5, 3)
+    grown = packed([7, [1, 0], 2, [[0, 4, 2, 5, 3, "more"]], "more"])
+    assert wire.decode_written(grown) == wire.Written(7, (1, 0), 2, (wire.Span(0, 4, 2, 5, 3),))
 
 
 # --- a10: versions ----------------------------------------------------------------------------------------------------
@@ -432,9 +593,9 @@ ODD_IDS = [
 def test_d15_ids_are_carried_whole(identifier):
     assert wire.check_id(identifier, "transfer_id") == identifier
     for message in (
-        wire.Register(identifier, 1, 0, b"", 1),
+        wire.Register(identifier, 1, (), 1),
         wire.Renew([identifier]),
-        wire.Hello(identifier, identifier, (0, 0), identifier, {}, identifier),
+        wire.Hello(identifier, identifier, Share(), identifier, Share(), {}, {}, identifier),
     ):
         assert wire.decode_to_prefill(wire.encode(message)) == message
 
@@ -474,7 +635,7 @@ def test_b9_bad_remaining_times_are_refused(remaining_ms):
 
 @pytest.mark.parametrize("remaining_ms", [0, 1, wire.MAX_REMAINING_MS])
 def test_b9_good_remaining_times_are_carried(remaining_ms):
-    message = wire.Register("t1", 1, 0, b"", remaining_ms)
+    message = wire.Register("t1", 1, (), remaining_ms)
     assert wire.decode_to_prefill(wire.encode(message)) == message
 
 
