@@ -1,0 +1,312 @@
+"""A push to a decode engine of several ranks: one outcome for all of them, and each is told what concerns it."""
+
+import pytest
+from rank_cores import Other, Prefill
+
+from kvpush import wire
+from kvpush.errors import FailureCode, TransportError
+from kvpush.parallel import Share
+
+
+def make_two(**settings):
+    """One prefill rank that writes half of its heads to each of two decode ranks, both of which it knows."""
+    prefill = Prefill(**settings)
+    left, right = (Other("d0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1))
+    prefill.meets(left, right)
+    return prefill, left, right
+
+
+def make_writing(**settings):
+    """... and to both of which a WRITE of transfer t is in flight."""
+    prefill, left, right = make_two(**settings)
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(right, "t", 9, [3, 4])
+    prefill.answers(left, right)
+    return prefill, left, right
+
+
+def test_each_rank_is_written_as_soon_as_it_has_registered_and_the_push_ends_with_the_last():
+    prefill, left, right = make_two()
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.answers(left)
+    first = prefill.write_to(left)
+    prefill.settles(first)
+    assert not prefill.events, "the other rank has not even registered"
+    prefill.registers(right, "t", 9, [3, 4])
+    prefill.answers(right)
+    prefill.settles(prefill.write_to(right))
+    (end,) = prefill.events
+    assert (end.outcome, end.engine_id, end.blocks_reusable) == ("done", "d0", True)
+    assert end.num_bytes == 2 * 2 * 2 * 4 * 16 * 64 * 2, "blocks, layers, key/value, all heads, tokens, head size, item"
+
+
+def test_half_of_the_heads_go_to_each():
+    prefill, left, right = make_writing()
+    for other in (left, right):
+        write = prefill.posted[prefill.write_to(other)]
+        assert [write.peer.len_bytes(piece) for piece in write.pieces] == [2 * 2 * 2 * 2 * 16 * 64 * 2]
+
+
+def test_a_rank_that_never_registers_ends_the_push_by_its_lease_which_names_it():
+    prefill, left, right = make_two(lease_s=10)
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.answers(left)
+    prefill.settles(prefill.write_to(left))
+    prefill.advance(9)
+    assert not prefill.events
+    prefill.advance(11)
+    (end,) = prefill.events
+    assert (end.outcome, end.blocks_reusable) == ("expired", True)
+    assert "(0, 1)" in end.reason and "'d0'" in end.reason
+    assert prefill.told(left, wire.Failed) == [], "it has everything"
+
+
+def test_a_failure_on_one_rank_ends_the_push_and_the_other_is_told_before_its_write_has_ended():
+    prefill, left, right = make_writing()
+    prefill.settles(prefill.write_to(left), TransportError(FailureCode.peer_lost, "broken", disconnected=True))
+    (failed,) = prefill.told(right, wire.Failed)
+    assert (failed.epoch, failed.settled) == (9, False)
+    assert not prefill.events, "a WRITE still reads the blocks"
+    (failed,) = prefill.told(left, wire.Failed)
+    assert (failed.epoch, failed.settled) == (7, True)
+    prefill.settles(prefill.write_to(right))
+    (end,) = prefill.events
+    assert (end.outcome, end.code, end.blocks_reusable) == ("failed", "peer_lost", True)
+    assert [message.epoch for message in prefill.told(right, wire.Drained)] == [9]
+
+
+def test_a_cancel_of_one_rank_is_drained_at_its_own_time():
+    """The other rank's WRITE goes on, and says nothing about the memory of this one."""
+    prefill, left, right = make_writing()
+    prefill.hears(left, wire.Cancel("t", 7, FailureCode.cancelled_by_caller, "enough"))
+    assert prefill.told(left, wire.Drained) == []
+    prefill.settles(prefill.write_to(left))
+    assert [message.epoch for message in prefill.told(left, wire.Drained)] == [7]
+    assert not prefill.events
+    (failed,) = prefill.told(right, wire.Failed)
+    assert (failed.code, failed.settled) == ("cancelled_by_peer", False)
+    prefill.settles(prefill.write_to(right))
+    assert [message.epoch for message in prefill.told(right, wire.Drained)] == [9]
+    (end,) = prefill.events
+    assert (end.outcome, end.code) == ("cancelled", "cancelled_by_peer")
+
+
+def test_a_cancel_of_a_rank_that_nothing_is_in_flight_to_is_drained_at_once():
+    prefill, left, right = make_two()
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(right, "t", 9, [3, 4])
+    prefill.answers(right)
+    prefill.hears(left, wire.Cancel("t", 7, FailureCode.cancelled_by_caller, "enough"))
+    assert [message.epoch for message in prefill.told(left, wire.Drained)] == [7]
+    assert prefill.told(right, wire.Drained) == []
+
+
+def test_what_becomes_of_a_rank_that_has_everything_does_not_matter_any_more():
+    prefill, left, right = make_writing()
+    prefill.settles(prefill.write_to(left))
+    prefill.do(prefill.core.link_closed(left.link, "killed", prefill.now_s))
+    assert not prefill.events
+    prefill.settles(prefill.write_to(right))
+    assert [end.outcome for end in prefill.events] == ["done"]
+
+
+def test_the_loss_of_a_rank_that_is_not_served_ends_the_push_and_the_other_is_told():
+    prefill, left, right = make_writing()
+    prefill.settles(prefill.write_to(right))
+    prefill.do(prefill.core.link_closed(left.link, "killed", prefill.now_s))
+    prefill.settles(prefill.write_to(left), TransportError(FailureCode.peer_lost, "broken", disconnected=True))
+    (end,) = prefill.events
+    assert (end.outcome, end.code) == ("failed", "peer_lost")
+    assert prefill.told(right, wire.Failed) == [], "it has everything"
+
+
+def test_a_stalled_write_to_one_rank_holds_the_blocks_and_the_other_is_drained():
+    prefill, left, right = make_writing(stall_timeout_s=3, hold_timeout_s=60)
+    prefill.advance(4)
+    (end,) = prefill.events
+    assert (end.code, end.blocks_reusable) == ("write_stalled", False)
+    prefill.settles(prefill.write_to(left))
+    assert [message.epoch for message in prefill.told(left, wire.Drained)] == [7]
+    assert len(prefill.events) == 1, "the WRITE to the other still reads the blocks"
+    prefill.settles(prefill.write_to(right))
+    assert [type(event).__name__ for event in prefill.events] == ["PushFinished", "BlocksReleased"]
+
+
+def test_a_failed_handshake_with_one_rank_ends_the_push_for_both():
+    prefill, left, right = make_two(handshake_attempts=1)
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(right, "t", 9, [3, 4])
+    prefill.answers(right)
+    attempt = prefill.told(left, wire.MetadataRequest)[-1].attempt
+    prefill.hears(left, wire.MetadataUnavailable(attempt, FailureCode.not_ready, "no memory yet"))
+    assert [failed.settled for failed in prefill.told(left, wire.Failed)] == [True]
+    assert [failed.settled for failed in prefill.told(right, wire.Failed)] == [False]
+    prefill.settles(prefill.write_to(right))
+    assert [(end.outcome, end.code) for end in prefill.events] == [("failed", "not_ready")]
+
+
+def test_registrations_that_wait_end_together():
+    """One rank cancels before the push: the push that still comes is cancelled, and the other rank knows now."""
+    prefill, left, right = make_two()
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(right, "t", 9, [3, 4])
+    prefill.hears(left, wire.Cancel("t", 7, FailureCode.cancelled_by_caller, "enough"))
+    assert [message.epoch for message in prefill.told(left, wire.Drained)] == [7]
+    assert prefill.told(left, wire.Failed) == []
+    assert [(m.epoch, m.code, m.settled) for m in prefill.told(right, wire.Failed)] == [(9, "cancelled_by_peer", True)]
+    prefill.push("t", [1, 2])
+    assert [end.outcome for end in prefill.events] == ["cancelled"]
+
+
+def test_a_use_of_the_id_after_a_cancel_is_another_transfer_on_both_ranks():
+    prefill, left, right = make_two()
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(right, "t", 9, [3, 4])
+    prefill.hears(right, wire.Cancel("t", 9, FailureCode.cancelled_by_caller, "enough"))
+    prefill.registers(left, "t", 8, [5, 6])
+    prefill.registers(right, "t", 10, [3, 4])
+    prefill.push("t", [1, 2])
+    prefill.answers(left, right)
+    for other in (left, right):
+        prefill.settles(prefill.write_to(other))
+    assert [end.outcome for end in prefill.events] == ["done"]
+
+
+def test_another_engine_cannot_take_the_part_of_a_rank():
+    prefill, left, _ = make_two()
+    stranger = Other("d1", Share(tp_rank=1, tp_size=2))
+    prefill.meets(stranger)
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(stranger, "t", 1, [3, 4])
+    assert [failed.code for failed in prefill.told(stranger, wire.Failed)] == ["claimed"]
+
+
+def test_ranks_that_do_not_agree_about_how_many_they_are_are_refused():
+    prefill, left, _ = make_two()
+    confused = Other("d0", Share(tp_rank=1, tp_size=4))
+    prefill.meets(confused)
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(confused, "t", 1, [3, 4])
+    (failed,) = prefill.told(confused, wire.Failed)
+    assert failed.code == "incompatible" and "(0, 3)" in failed.reason
+
+
+def test_a_further_rank_that_comes_after_the_end_learns_why():
+    prefill, left, right = make_two(lease_s=10)
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.answers(left)
+    prefill.do(prefill.core.cancel("t", prefill.now_s))
+    prefill.registers(right, "t", 9, [3, 4])  # while the WRITE to the other is in flight
+    prefill.settles(prefill.write_to(left))
+    prefill.registers(right, "t", 10, [3, 4])  # after it
+    codes = [(failed.code, failed.settled) for failed in prefill.told(right, wire.Failed)]
+    assert codes == [("cancelled_by_peer", True), ("cancelled_by_peer", True)]
+
+
+def test_a_rank_that_has_nothing_to_do_with_this_one_is_refused_with_both_shapes():
+    prefill = Prefill(Share(tp_rank=0, tp_size=2))
+    stranger = Other("d0", Share(tp_rank=1, tp_size=2))
+    prefill.meets(stranger)
+    (refused,) = prefill.told(stranger, wire.Refused)
+    assert refused.code == "incompatible" and "(0, 1)" in refused.reason and "(0, 0)" in refused.reason
+
+
+@pytest.mark.parametrize("wrong", [Share(tp_size=1), Share(tp_rank=1, tp_size=2), Share(tp_size=4)])
+def test_decode_must_know_which_rank_of_how_many_it_talks_to(wrong):
+    prefill = Prefill(Share(tp_rank=0, tp_size=2))
+    other = Other("d0", Share())
+    prefill.meets(other, expected_share=wrong)
+    (refused,) = prefill.told(other, wire.Refused)
+    assert refused.code == "incompatible" and f"tp_size={wrong.tp_size}" in refused.reason
+
+
+def test_a_rank_that_writes_to_nobody_is_told_by_its_witness_and_gives_its_blocks_back():
+    """Four prefill ranks share two heads: the second copy of each writes nothing."""
+    prefill = Prefill(Share(tp_rank=1, tp_size=4), total_heads=2)
+    witness = Other("d0", Share(tp_rank=0, tp_size=2), total_heads=2)
+    prefill.meets(witness)
+    prefill.push("t", [1, 2])
+    prefill.registers(witness, "t", 7, [])
+    (end,) = prefill.events
+    assert (end.outcome, end.num_bytes, end.blocks_reusable) == ("done", 0, True)
+    assert prefill.told(witness, wire.MetadataRequest) == [], "no handshake for nothing"
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def make_one(**settings):
+    prefill = Prefill(**settings)
+    other = Other("d0", Share())
+    prefill.meets(other)
+    prefill.push("first", [0])
+    prefill.registers(other, "first", 1, [0])
+    prefill.answers(other)
+    prefill.settles(prefill.write_to(other))
+    prefill.events.clear()
+    return prefill, other
+
+
+def test_small_pieces_of_a_growing_push_wait_for_the_write_before_them_and_go_together():
+    prefill, other = make_one()
+    prefill.registers(other, "t", 2, list(range(8)))
+    for chunk in range(4):
+        prefill.push("t", [chunk], index=chunk, first_block=chunk, last=False)
+    assert len(prefill.posted) == 1, "the first goes at once"
+    prefill.settles(prefill.write_to(other))
+    write_id = prefill.write_to(other)
+    assert [(span.first_slot, span.num_slots) for span in prefill.spans(write_id)] == [(1, 1), (2, 1), (3, 1)]
+    prefill.push("t", [8, 9, 10, 11], index=4, first_block=4, last=True)
+    assert len(prefill.posted) == 2, "nothing more will come, so nothing is waited for"
+
+
+def test_large_pieces_wait_for_nothing():
+    prefill, other = make_one(coalesce_bytes=1)
+    prefill.registers(other, "t", 2, list(range(8)))
+    for chunk in range(2):
+        prefill.push("t", [chunk], index=chunk, first_block=chunk, last=False)
+    assert len(prefill.posted) == 2
+
+
+def test_a_layer_is_a_piece_and_the_push_is_done_when_every_layer_of_every_position_is():
+    prefill, other = make_one()
+    prefill.registers(other, "t", 2, [4, 5])
+    prefill.push("t", [1, 2], index=0, layers=(range(1),), last=False)
+    (span,) = prefill.spans(prefill.write_to(other))
+    assert (span.first_layer, span.num_layers, span.first_slot, span.num_slots) == (0, 1, 0, 2)
+    prefill.settles(prefill.write_to(other))
+    assert not prefill.events
+    prefill.push("t", [1, 2], index=1, layers=(range(1, 2),), last=True)
+    prefill.settles(prefill.write_to(other))
+    assert [end.outcome for end in prefill.events] == ["done"]
+
+
+def test_a_layer_that_was_never_pushed_is_a_shortage():
+    prefill, other = make_one()
+    prefill.registers(other, "t", 2, [4, 5])
+    prefill.push("t", [1, 2], layers=(range(1),), last=True)
+    (end,) = prefill.events
+    assert (end.outcome, end.code) == ("failed", "bad_blocks")
+
+
+def test_pieces_stay_within_the_largest_write_and_the_number_of_spans():
+    block_len_bytes = 2 * 2 * 4 * 16 * 64 * 2
+    prefill, other = make_one(max_write_bytes=3 * block_len_bytes)
+    prefill.registers(other, "t", 2, list(range(8)))
+    prefill.push("t", [0], index=0, last=False)  # goes at once
+    for chunk in range(1, 8):
+        prefill.push("t", [chunk], index=chunk, first_block=chunk, last=chunk == 7)
+    sizes = [sum(piece.num_cells for piece in effect.pieces) // 2 for effect in prefill.posted.values()]
+    while prefill.posted:
+        prefill.settles(min(prefill.posted))
+        sizes += [sum(piece.num_cells for piece in effect.pieces) // 2 for effect in list(prefill.posted.values())[-1:]]
+    assert max(sizes) <= 3
+    assert [end.outcome for end in prefill.events] == ["done"]
