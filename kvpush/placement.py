@@ -65,6 +65,10 @@ class Placement:
             self._checked(self._numbers[name], ids, firsts[name], call, unique) for name, ids in by_name.items()
         )
 
+    def name_of(self, group: int) -> str:
+        """Of the group with this number."""
+        return self._groups[group].name
+
     def num_blocks(self, parts: Sequence[GroupBlocks]) -> int:
         """How many they are, as the caller counts them."""
         return sum(len(part.block_ids) // self._groups[part.group].kernel_blocks for part in parts)

@@ -595,8 +595,9 @@ class PrefillCore:
             num_blocks = peer.num_blocks(group)
             if each.highest_block >= num_blocks:
                 reason = (
-                    f"transfer {push.transfer_id!r}: engine {wanted.engine_id!r} asks for block {each.highest_block} "
-                    f"of group {self._groups[group].name!r}, but its cache has {num_blocks}"
+                    f"transfer {push.transfer_id!r}: rank (pp, tp) {wanted.rank} of engine {wanted.engine_id!r} asks "
+                    f"for block {each.highest_block} of group {self._groups[group].name!r}, but its cache has "
+                    f"{num_blocks}"
                 )
                 self._settled(write_id, Failure(FailureCode.bad_blocks, reason), now_s)
                 return

@@ -223,7 +223,8 @@ class PrefillPusher(Side[PushFinished, _Account]):
         named = {part.group for part in parts}
         for group, mask in enumerate(layers):
             if mask and group not in named and layers is not self._all_layers:
-                raise UsageError(f"{call}: layers of group number {group} are named, but block_ids has no list for it")
+                name = self._placement.name_of(group)
+                raise UsageError(f"{call}: layers of group {name!r} are named, but block_ids has no list for it")
         chunk = _Chunk(parts, tuple(layers[part.group] for part in parts), bool(last))
         if ready is not None and (isinstance(ready, type) or not callable(getattr(ready, "query", None))):
             raise UsageError(f"{call}: ready={ready!r} has no query(): give a recorded torch.cuda.Event")

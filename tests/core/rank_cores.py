@@ -23,10 +23,10 @@ BLOCKS = 16
 TOTAL_HEADS = 4
 
 
-def make_cache(share, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16):
+def make_cache(share, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, blocks=BLOCKS):
     """Tensors of one rank, its spec and its geometry."""
     heads = max(1, total_heads // share.tp_size)
-    tensors = {layer: torch.zeros(BLOCKS, 2, heads, tokens, 64, dtype=torch.float16) for layer in layers}
+    tensors = {layer: torch.zeros(blocks, 2, heads, tokens, 64, dtype=torch.float16) for layer in layers}
     spec = KVCacheSpec(
         dims="BKHND",
         model="m",

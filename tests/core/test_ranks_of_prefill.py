@@ -240,6 +240,22 @@ def test_a_rank_that_writes_to_nobody_is_told_by_its_witness_and_gives_its_block
     assert prefill.told(witness, wire.MetadataRequest) == [], "no handshake for nothing"
 
 
+def test_d8_each_rank_of_decode_has_its_own_number_of_blocks():
+    prefill = Prefill()
+    large = Other("d0", Share(tp_rank=0, tp_size=2), blocks=16)
+    small = Other("d0", Share(tp_rank=1, tp_size=2), blocks=12)
+    prefill.meets(large, small)
+    prefill.push("t", [1])
+    prefill.registers(large, "t", 7, [13])
+    prefill.answers(large)
+    prefill.registers(small, "t", 9, [13])
+    prefill.answers(small)
+    (failed,) = prefill.told(small, wire.Failed)
+    assert failed.code == "bad_blocks" and "block 13" in failed.reason and "12" in failed.reason
+    assert "(0, 1)" in failed.reason
+    assert len(prefill.posted) == 1, "nothing was written to the small one"
+
+
 # --- pieces ----------------------------------------------------------------------------------------------------------
 
 
