@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpush.errors import Failure, FailureCode, Incompatible, UsageError
+from kvpush.errors import Failure, FailureCode, Incompatible
 from kvpush.layout import KVCacheSpec, geometry_of, memory_ranges
-from kvpush.plan import MIN_TILE_BYTES, PairPlan, check_block_ids, check_remote_ids, overlap, pair
+from kvpush.plan import MIN_TILE_BYTES, PairPlan, pair
 
 # --- memories of every form ------------------------------------------------------------------------------------------
 
