@@ -103,7 +103,8 @@ def meets(prefill_tp: tuple[int, int], decode_tp: tuple[int, int], totals: Itera
     """
     totals = tuple(totals)
     # All of them are looked at: a pair that does not fit in one group is refused, whatever the others say.
-    if any([written_heads(prefill_tp, decode_tp, total) for total in totals]):
+    written = [written_heads(prefill_tp, decode_tp, total) for total in totals]
+    if any(written):
         return True
     if not totals or any(_writes(prefill_tp, decode_tp[1], total) for total in totals):
         return False

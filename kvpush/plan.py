@@ -331,7 +331,7 @@ class _Builder:
 
 
 def _merged(pieces: _Pieces, slots: tuple[int, int], local_num_blocks: int, remote_num_blocks: int) -> _Pieces | None:
-    """Tiles that touch on both sides, and go on touching from slot to slot, as one; ``None`` when no two do."""
+    """Tiles that touch on both sides, and go on touching from slot to slot, as one; ``None`` when few of them do."""
     order = np.lexsort((pieces.local_addresses, pieces.local_devices))
     p = _Pieces(*(values[order] for values in pieces))
     touches = p.local_addresses[:-1] + p.lengths[:-1] == p.local_addresses[1:]
@@ -343,8 +343,8 @@ def _merged(pieces: _Pieces, slots: tuple[int, int], local_num_blocks: int, remo
     alike += [p.remote_steps] if slots[1] > 1 else []
     for values in alike:
         touches &= values[:-1] == values[1:]
-    if not touches.any():
-        return None
+    if 4 * np.count_nonzero(touches) < len(p.lengths):
+        return None  # not worth a second set of rows
     starts = np.concatenate(([0], np.flatnonzero(~touches) + 1))
     lengths = np.add.reduceat(p.lengths, starts)
     found = _Pieces(*(values[starts] for values in p))._replace(lengths=lengths)
@@ -508,9 +508,14 @@ def _too_fine(common: _Common, layer: LayerGeometry, other: LayerGeometry, tile_
 
 def _described(group: GroupGeometry, layer: LayerGeometry) -> str:
     """A block's order in memory, outermost axis first, with sizes: ``BNHD (N=16, H=8, D=128)``."""
-    axes = sorted(zip(group.dims, layer.shape, layer.strides_bytes, strict=True), key=lambda axis: -axis[2])
-    order = "".join(axis for axis, _, _ in axes)
-    sizes = ", ".join(f"{axis}={size}" for axis, size, _ in axes if axis not in "BK")
+    axes: list[tuple[int, str, int]] = []
+    outside = 0
+    for axis, size, stride in reversed(list(zip(group.dims, layer.shape, layer.strides_bytes, strict=True))):
+        outside = stride if size > 1 else outside  # an axis of size 1 has no stride: it stays where dims has it
+        axes.insert(0, (outside, axis, size))
+    axes.sort(key=lambda entry: -entry[0])
+    order = "".join(axis for _, axis, _ in axes)
+    sizes = ", ".join(f"{axis}={size}" for _, axis, size in axes if axis not in "BK")
     return f"{order} ({sizes})"
 
 

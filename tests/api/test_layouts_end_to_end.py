@@ -106,11 +106,10 @@ def test_two_sides_may_lay_the_same_axes_out_differently(name):
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        (Layout("BKNHD", "BKNHD"), ("KHND", "KNHD")),
-        (Layout("BKHND", "BKHND", ("layers.0", "layers.2")), ("layers.1", "layers.2")),
-        (Layout("BKHND", "BKHND", ("layers.0",)), ("layers.0,layers.1",)),
+        (Layout("BHND", "BHND"), ("'DHKN'", "'DHN'")),
+        (Layout("BKND", "BKND"), ("'DHKN'", "'DKN'", "kv.total_kv_heads")),
     ],
-    ids=["axes", "names", "layers"],
+    ids=["keys and values", "heads"],
 )
 def test_a10_caches_that_do_not_fit_are_refused_with_both_values(other, named):
     """A10: before any metadata moves; a good decode engine is served beside it."""

@@ -4,87 +4,21 @@ from __future__ import annotations
 
 import collections
 import ctypes
-import dataclasses
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memories import BITS, memories, random_arena
 
-from kvpush.errors import Failure, FailureCode, Incompatible, UsageError
-from kvpush.layout import KVCacheSpec, geometry_of, memory_ranges
-from kvpush.plan import MIN_TILE_BYTES, PairPlan, check_block_ids, check_remote_ids, overlap, pair
-
-# --- memories of every form ------------------------------------------------------------------------------------------
+from kvpush.errors import ConfigurationError, Failure, FailureCode, Incompatible, UsageError
+from kvpush.layout import CacheGeometry, KVCacheSpec, KVGroup, LayerGeometry, geometry_of, memory_ranges
+from kvpush.parallel import Share
+from kvpush.plan import MIN_TILE_BYTES, block_len_bytes, check_writable, descriptors_after_merging, pair
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-GUARD_BYTES = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class Storage:
-    """One allocation: physical axes from outermost to innermost, each cut out of a longer one.
-
-    ``L`` is the axis of the layers that share the allocation. ``before`` and ``after`` are elements left out at either
-    end of an axis, so they are gaps that no write may touch.
-    """
-
-    order: tuple[str, ...]
-    sizes: dict[str, int]
-    before: dict[str, int]
-    after: dict[str, int]
-
-    def extent(self, axis):
-        return self.before[axis] + self.sizes[axis] + self.after[axis]
-
-    def num_items(self):
-        return int(np.prod([self.extent(axis) for axis in self.order]))
-
-    def views(self, items, dims):
-        """The layers' tensors over ``items``, with the axes in the order of ``dims``."""
-        whole = items.reshape([self.extent(axis) for axis in self.order])
-        for position, axis in enumerate(self.order):
-            whole = whole.narrow(position, self.before[axis], self.sizes[axis])
-        return list(whole.permute([self.order.index(axis) for axis in ("L", *dims)]).unbind(0))
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """One side: names in the order of its mapping, spread over storages in one arena."""
-
-    dims: str
-    dtype: torch.dtype
-    names: tuple[str, ...]
-    storages: tuple[Storage, ...]
-
-    def arena_bytes(self):
-        used = sum(s.num_items() * self.dtype.itemsize + GUARD_BYTES for s in self.storages)
-        return GUARD_BYTES + -(-used // GUARD_BYTES) * GUARD_BYTES + GUARD_BYTES * len(self.storages)
-
-    def tensors(self, arena):
-        views, start = [], GUARD_BYTES
-        for storage in self.storages:
-            length = storage.num_items() * self.dtype.itemsize
-            views += storage.views(arena[start : start + length].view(self.dtype), self.dims)
-            start = -(-(start + length) // GUARD_BYTES) * GUARD_BYTES + GUARD_BYTES
-        return dict(zip(self.names, views, strict=True))
-
-
-@st.composite
-def memories(draw, axes, sizes, dtype, names, num_blocks):
-    sizes = sizes | {"B": num_blocks}
-    groups, left = [], len(names)
-    while left:
-        groups.append(draw(st.integers(1, left)))
-        left -= groups[-1]
-    storages = []
-    for group in groups:
-        order = tuple(draw(st.permutations(("L", *axes))))
-        margin = st.fixed_dictionaries({axis: st.sampled_from([0, 0, 0, 1]) for axis in order})
-        storages.append(Storage(order, sizes | {"L": group}, draw(margin), draw(margin)))
-    return Memory("".join(draw(st.permutations(axes))), dtype, tuple(draw(st.permutations(names))), tuple(storages))
 
 
 @st.composite
@@ -109,27 +43,26 @@ def grants(draw, local_blocks, remote_blocks):
     return draw(local), list(remote_ids)
 
 
-def random_arena(num_bytes, seed):
-    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8))
-
-
 def segments(rows, indices):
     """What NIXL makes of rows and indices: (address, length) of each."""
-    for index in indices.tolist():
-        row, i = divmod(index, int(rows[0, 4]))
-        address, length, _, stride, count = rows[row].tolist()
-        assert i < count
-        yield address + i * stride, length
+    every = [
+        (address + i * stride, length) for address, length, _, stride, count in rows.tolist() for i in range(count)
+    ]
+    return [every[index] for index in indices.tolist()]
+
+
+def slots(*ids):
+    return np.array(ids, dtype=np.int64)
 
 
 def write(plan, local_ids, remote_ids):
     """Carry a WRITE out and return what it touched."""
-    ids = (np.array(local_ids, dtype=np.int64), np.array(remote_ids, dtype=np.int64))
-    local_indices, remote_indices = plan.local_indices(ids[0]), plan.remote_indices(ids[1])
+    (group,) = plan.groups
+    local_indices, remote_indices = group.indices(range(group.num_layers), slots(*local_ids), slots(*remote_ids))
     assert local_indices.dtype == remote_indices.dtype == np.int32
     assert local_indices.flags.c_contiguous and remote_indices.flags.c_contiguous
-    read = list(segments(plan.local_rows, local_indices))
-    written = list(segments(plan.remote_rows, remote_indices))
+    read = segments(plan.local_rows, local_indices)
+    written = segments(plan.remote_rows, remote_indices)
     for (source, length), (target, target_length) in zip(read, written, strict=True):
         assert length == target_length
         ctypes.memmove(target, source, length)
@@ -150,7 +83,7 @@ def block_bits(tensor, dims, block_id, axes):
     return block.permute([order.index(axis) for axis in axes])
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(pushes())
 def test_every_granted_byte_is_written_once_and_nothing_else(push):
     local, remote, local_ids, remote_ids, seed = push
@@ -186,7 +119,7 @@ def test_every_granted_byte_is_written_once_and_nothing_else(push):
     assert np.array_equal(hits, granted_arena.numpy() // 255)
     assert_registered(read, ours)
     assert_registered(written, theirs)
-    assert sum(length for _, length in written) == plan.block_len_bytes * len(remote_ids)
+    assert sum(length for _, length in written) == ours.groups[0].block_len_bytes * len(remote_ids)
 
 
 def test_the_property_above_meets_every_form_of_memory():
@@ -213,7 +146,7 @@ def test_the_property_above_meets_every_form_of_memory():
 
 def caches(dims, memory_order=None, num_blocks=5, layers=2, dtype=torch.bfloat16, **sizes):
     """Tensors with axes ``dims`` whose memory runs in ``memory_order``, outermost first."""
-    sizes = {"B": num_blocks, "K": 2, "H": 2, "N": 4, "D": 8} | sizes
+    sizes = {"B": num_blocks, "K": 2, "H": 2, "N": 4, "D": 8, "S": 8} | sizes
     memory_order = memory_order or dims
     order = [memory_order.index(axis) for axis in dims]
     return {
@@ -245,9 +178,11 @@ BLOCK = 2 * 2 * 4 * 8 * 2
 )
 def test_a_block_is_cut_as_little_as_both_sides_allow(local, remote, rows_a_layer, tile_bytes):
     plan = pair(geometry(local), geometry(remote, num_blocks=3), min_tile_bytes=1)
-    assert plan.local_rows.shape == plan.remote_rows.shape == (2 * rows_a_layer, 5)
+    num_rows = 2 * rows_a_layer
+    assert plan.local_rows.shape == plan.remote_rows.shape == (num_rows, 5)
     assert set(plan.local_rows[:, 1].tolist()) == set(plan.remote_rows[:, 1].tolist()) == {tile_bytes}
-    assert plan.block_len_bytes == 2 * rows_a_layer * tile_bytes
+    assert plan.groups[0].slot_len_bytes(range(2)) == 2 * rows_a_layer * tile_bytes
+    assert plan.groups[0].slot_len_bytes(range(1)) == rows_a_layer * tile_bytes
     assert set(plan.local_rows[:, 4].tolist()) == {5} and set(plan.remote_rows[:, 4].tolist()) == {3}
 
 
@@ -283,21 +218,50 @@ def test_tiny_blocks_that_are_whole_are_no_fault(dims):
     pair(geometry(dims, N=1, D=1), geometry(dims, N=1, D=1))
 
 
+def shared(size, rank=0):
+    return Share(tp_rank=rank, tp_size=size)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "named"),
     [
-        (geometry("BKHND", layers=2), geometry("BKHND", layers=3), ["2 here", "3 at the peer", "layers.2"]),
-        (geometry("BKHND", layers=9), geometry("BKHND", layers=1), ["9 here", "1 at the peer", "and 4 more"]),
-        (geometry("BKHND", N=4), geometry("BKHND", N=8), ["N=4", "N=8"]),
-        (geometry("BKHND", H=2), geometry("BKHND", H=1), ["H=2", "H=1"]),
-        (geometry("BKHND"), geometry("BHND"), ["K=2"]),
-        (geometry("BND"), geometry("BND", dtype=torch.float16), ["bfloat16", "float16"]),
+        (geometry("BKHND", D=8), geometry("BKHND", D=16), ["head size 8 here, 16 at the peer"]),
+        (geometry("BKHND", H=2), geometry("BKHND", H=1), ["KV heads of the model 2 here, 1 at the peer"]),
+        (geometry("BKHND"), geometry("BHND"), ["'BKHND' here, 'BHND' at the peer", "not supported"]),
+        (geometry("BKHND"), geometry("BKND"), ["'BKHND' here, 'BKND' at the peer", "the axes differ"]),
+        (geometry("BND"), geometry("BND", dtype=torch.float16), ["dtype bfloat16 here, float16 at the peer"]),
+        (geometry("BS", S=8), geometry("BS", S=9), ["state size 8 here, 9 at the peer"]),
+        (geometry("BS"), geometry("BND"), ["'BS' here, 'BND' at the peer"]),
     ],
 )
 def test_a10_what_does_not_fit_is_refused_with_both_values(ours, theirs, named):
     with pytest.raises(Incompatible) as caught:
-        pair(ours, theirs)
+        pair(ours, theirs, min_tile_bytes=1)
     assert caught.value.code is FailureCode.incompatible
+    assert all(text in caught.value.reason for text in ["group 'kv', layer 'layers.0'", *named]), caught.value.reason
+
+
+def with_total(found, total):
+    return msgspec.structs.replace(
+        found, groups=tuple(msgspec.structs.replace(group, total_kv_heads=total) for group in found.groups)
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "our_share", "theirs", "their_share", "named"),
+    [
+        (with_total(geometry("BHND", H=2), 4), shared(1), with_total(geometry("BHND", H=4), 4), shared(1),
+         ["here: 2 heads in the tensor, 4 are the share of tp_rank 0 of 1 in 4"]),
+        (with_total(geometry("BHND", H=4), 4), shared(1), with_total(geometry("BHND", H=4), 4), shared(2, 1),
+         ["at the peer: 4 heads in the tensor, 2 are the share of tp_rank 1 of 2 in 4"]),
+        (with_total(geometry("BHND", H=4), 4), shared(1), with_total(geometry("BHND", H=1), 4), shared(3),
+         ["4 KV heads cannot be spread over 3 tensor-parallel ranks"]),
+        (geometry("BS"), shared(2), geometry("BS"), shared(1), ["opaque state", "tp_size 2", "1 on the other"]),
+    ],
+)  # fmt: skip
+def test_d10_shares_that_do_not_fit_are_refused(ours, our_share, theirs, their_share, named):
+    with pytest.raises(Incompatible) as caught:
+        pair(ours, theirs, local_share=our_share, remote_share=their_share, min_tile_bytes=1)
     assert all(text in caught.value.reason for text in named), caught.value.reason
 
 
@@ -317,21 +281,255 @@ def test_d7_different_numbers_of_blocks(remote_dims):
             assert not blocks[:block_id].any() and not blocks[block_id + 1 :].any()
 
 
+def indices_of(plan, layers, local_ids, remote_ids, group=0):
+    return [found.tolist() for found in plan.groups[group].indices(layers, slots(*local_ids), slots(*remote_ids))]
+
+
 def test_indices_run_row_by_row():
     plan = pair(geometry("KBNHD", layers=1), geometry("BKNHD", layers=1, num_blocks=9))
-    ids = np.array([4, 0])
-    assert plan.local_indices(ids).tolist() == [4, 0, 5 + 4, 5 + 0]
-    assert plan.remote_indices(ids).tolist() == [4, 0, 9 + 4, 9 + 0]
-    assert plan.local_indices(ids[:0]).tolist() == []
+    assert indices_of(plan, range(1), [4, 0], [8, 2]) == [[4, 0, 5 + 4, 5 + 0], [8, 2, 9 + 8, 9 + 2]]
+    assert indices_of(plan, range(1), [], []) == [[], []]
+
+
+def test_layers_are_asked_for_in_the_local_order_and_those_of_one_side_are_left_out():
+    ours, theirs = caches("BND", layers=4), caches("BND", layers=4)
+    del ours["layers.1"]
+    theirs = {name: theirs[name] for name in ("layers.3", "layers.1", "layers.0")}
+    plan = pair(geometry_of(ours, KVCacheSpec("BND")), geometry_of(theirs, KVCacheSpec("BND")))
+    (group,) = plan.groups
+    assert group.num_layers == 3 and len(plan.local_rows) == len(plan.remote_rows) == 2
+    block = 4 * 8 * 2
+    assert [group.slot_len_bytes(range(i, i + 1)) for i in range(3)] == [block, 0, block]
+    assert group.slot_len_bytes(range(3)) == group.slot_len_bytes(range(2, 3)) * 2
+    assert indices_of(plan, range(1, 2), [2], [3]) == [[], []]
+    for layer, name in ((0, "layers.0"), (2, "layers.3")):
+        local, remote = group.indices(range(layer, layer + 1), slots(2), slots(3))
+        assert segments(plan.local_rows, local) == [(ours[name][2].data_ptr(), block)]
+        assert segments(plan.remote_rows, remote) == [(theirs[name][3].data_ptr(), block)]
+
+
+@pytest.mark.parametrize("layers", [range(3), range(-1, 1), range(0, 2, 2), range(2, 1)])
+def test_layers_that_are_not_there_are_the_caller_s_mistake(layers):
+    plan = pair(geometry("BND"), geometry("BND"))
+    with pytest.raises(UsageError, match="not some of range"):
+        plan.groups[0].indices(layers, slots(0), slots(0))
+    with pytest.raises(UsageError, match="not some of range"):
+        plan.groups[0].slot_len_bytes(layers)
+
+
+def test_a_pair_with_nothing_to_write_has_no_rows_and_still_knows_slots():
+    ours, theirs = caches("BND", layers=1, N=4), caches("BND", layers=3, N=6, num_blocks=7)
+    del theirs["layers.0"]
+    plan = pair(geometry_of(ours, KVCacheSpec("BND")), geometry_of(theirs, KVCacheSpec("BND")))
+    assert plan.writes_nothing and plan.local_rows.shape == plan.remote_rows.shape == (0, 5)
+    (group,) = plan.groups
+    assert (group.local_slots_per_block, group.remote_slots_per_block, plan.remote_num_blocks(0)) == (2, 3, 7)
+    assert group.slot_len_bytes(range(1)) == 0 and indices_of(plan, range(1), [0, 1], [0, 1]) == [[], []]
+
+
+def two_groups(names=("full", "window"), **options):
+    tensors = caches("BKHND", layers=3, **options)
+    one, *others = tensors
+    spec = KVCacheSpec("BKHND", groups=[KVGroup(names[0], [one]), KVGroup(names[1], others)])
+    return geometry_of(tensors, spec)
+
+
+def test_groups_are_matched_by_name_and_numbered_by_the_local_order():
+    ours, theirs = two_groups(num_blocks=5), two_groups(num_blocks=9)
+    swapped = msgspec.structs.replace(theirs, groups=theirs.groups[::-1])
+    plan = pair(ours, swapped)
+    assert [group.name for group in plan.groups] == ["full", "window"]
+    assert [group.num_layers for group in plan.groups] == [1, 2] and plan.remote_num_blocks(1) == 9
+    assert len(plan.local_rows) == 3
+    assert indices_of(plan, range(1), [1], [2], group=0) == [[1], [2]]
+    assert indices_of(plan, range(2), [1], [2], group=1) == [[5 + 1, 10 + 1], [9 + 2, 18 + 2]]
+
+
+def test_a_group_that_only_one_side_has_is_left_out():
+    plan = pair(two_groups(), two_groups(names=("full", "other")))
+    assert plan.groups[1].slot_len_bytes(range(2)) == 0 and plan.remote_num_blocks(1) == 0
+    assert len(plan.local_rows) == 1
+
+
+# --- unequal blocks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "per_block"),
+    [(16, 32, (1, 2)), (64, 16, (4, 1)), (48, 32, (3, 2)), (16, 16, (1, 1)), (1, 64, (1, 64))],
+)  # fmt: skip
+def test_d9_blocks_of_unequal_sizes_meet_in_slots(ours, theirs, per_block):
+    plan = pair(geometry("BND", N=ours), geometry("BND", N=theirs), min_tile_bytes=1)
+    (group,) = plan.groups
+    assert (group.local_slots_per_block, group.remote_slots_per_block) == per_block
+    assert group.slot_len_bytes(range(2)) == 2 * (ours // per_block[0]) * 8 * 2
+
+
+@pytest.mark.parametrize("dims", ["BND", "BHND", "KBHND", "KBNHD"])
+def test_d9_a_logical_block_fills_the_kernel_blocks_it_consists_of(dims):
+    source, target = caches(dims, N=8), caches(dims, N=4)
+    for tensor in source.values():
+        tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) % 251)
+    plan = pair(*(geometry_of(t, KVCacheSpec(dims)) for t in (source, target)), min_tile_bytes=1)
+    write(plan, [2 * 3, 2 * 3 + 1], [4, 1])  # block 3 here into blocks 4 and 1 there
+    block, token = dims.index("B"), dims.replace("B", "").index("N")
+    for name, tensor in target.items():
+        halves = source[name].select(block, 3).split(4, dim=token)
+        assert torch.equal(tensor.select(block, 4), halves[0]) and torch.equal(tensor.select(block, 1), halves[1])
+        assert not any(tensor.select(block, other).any() for other in (0, 2, 3))
+
+
+def test_d9_slots_smaller_than_either_block_count_as_cut_finely():
+    ours, theirs = geometry("BND", N=6, D=64), geometry("BND", N=4, D=64)
+    with pytest.raises(Incompatible, match="only 256 bytes .* 2 tokens in common"):
+        pair(ours, theirs)
+    pair(geometry("BND", N=2, D=64), theirs)  # a whole block of one side
+
+
+# --- heads -----------------------------------------------------------------------------------------------------------
+
+
+def of_total(dims, heads, total, **options):
+    return with_total(geometry(dims, H=heads, **options), total)
+
+
+def test_d10_heads_outside_tokens_go_in_one_piece_and_inside_token_by_token():
+    whole, half = of_total("BKHND", 4, 4, layers=1), of_total("BKHND", 2, 4, layers=1)
+    plan = pair(half, whole, local_share=shared(2, 1), remote_share=shared(1))
+    assert [row[1] for row in plan.local_rows.tolist()] == [2 * 4 * 8 * 2] * 2
+    whole, half = of_total("BKNHD", 4, 4, layers=1, D=256), of_total("BKNHD", 2, 4, layers=1, D=256)
+    plan = pair(half, whole, local_share=shared(2, 1), remote_share=shared(1))
+    assert [row[1] for row in plan.local_rows.tolist()] == [2 * 256 * 2] * 2 * 4
+
+
+def test_d10_tiles_too_small_are_refused_with_sizes_layouts_and_the_setting():
+    whole, one = of_total("BKNHD", 8, 8, N=16, D=128), of_total("BKNHD", 1, 8, N=16, D=128)
+    with pytest.raises(Incompatible) as caught:
+        pair(one, whole, local_share=shared(8, 3), remote_share=shared(1))
+    for text in (
+        "group 'kv', layer 'layers.0': only 256 bytes at a time",
+        "at least 1024 are needed",
+        "BKNHD (N=16, H=1, D=128) here",
+        "BKNHD (N=16, H=8, D=128) at the peer",
+        "min_tile_bytes=256 permits it",
+    ):
+        assert text in caught.value.reason, caught.value.reason
+    pair(one, whole, local_share=shared(8, 3), remote_share=shared(1), min_tile_bytes=256)
+
+
+# --- the fewest descriptors ------------------------------------------------------------------------------------------
+
+
+def page_of_layers(num_blocks=12, layers=6, order=None):
+    """One storage with all layers of a block side by side."""
+    storage = torch.zeros(num_blocks, layers, 2, 2, 4, 8, dtype=torch.bfloat16)
+    names = [f"layers.{i}" for i in order or range(layers)]
+    return storage, geometry_of({name: storage[:, i] for i, name in enumerate(names)}, KVCacheSpec("BKHND"))
+
+
+def count(plan, layers, local_ids, remote_ids):
+    found = plan.groups[0].indices(layers, slots(*local_ids), slots(*remote_ids))
+    return len(found[0]), descriptors_after_merging(plan, *found)
+
+
+def test_layers_side_by_side_on_both_sides_are_one_row():
+    (kept, ours), (also_kept, theirs) = page_of_layers(), page_of_layers(num_blocks=20)
+    plan = pair(ours, theirs)
+    assert len(plan.local_rows) == 6 + 1
+    assert plan.local_rows[-1].tolist() == [kept.data_ptr(), 6 * BLOCK, 0, 6 * BLOCK, 12]
+    assert count(plan, range(6), [3, 7, 5], [1, 9, 4]) == (3, 3)
+    assert count(plan, range(6), [3, 4, 5], [7, 8, 9]) == (3, 1)  # blocks side by side: NIXL merges them
+    assert count(plan, range(1, 4), [3, 7], [1, 9]) == (6, 2)  # some of the layers: no row, but neighbours in the list
+    assert count(plan, range(2, 3), [3, 4], [7, 8]) == (2, 2)
+    assert also_kept is not None
+
+
+def test_layers_in_another_order_at_the_peer_are_merged_only_where_both_agree():
+    (kept, ours), (also_kept, theirs) = page_of_layers(), page_of_layers(order=[2, 3, 0, 1, 5, 4])
+    plan = pair(ours, theirs)
+    assert sorted(row[1] // BLOCK for row in plan.local_rows[6:].tolist()) == [1, 1, 2, 2]
+    assert count(plan, range(6), [3], [1]) == (4, 4)
+    assert kept is not None and also_kept is not None
+
+
+def test_layers_apart_are_not_merged():
+    assert len(pair(geometry("BKHND"), page_of_layers(layers=2)[1]).local_rows) == 2
+    assert len(pair(page_of_layers(layers=2)[1], geometry("BKHND")).local_rows) == 2
+
+
+@pytest.mark.parametrize(("dims", "rows_a_layer"), [("BKHND", 1), ("KBNHD", 2), ("BND", 1)])
+def test_runs_of_blocks_are_left_to_nixl_and_end_up_as_one_descriptor_a_row(dims, rows_a_layer):
+    plan = pair(geometry(dims, num_blocks=64), geometry(dims, num_blocks=64))
+    assert count(plan, range(2), range(10, 42), range(20, 52)) == (2 * rows_a_layer * 32, 2 * rows_a_layer)
+    assert count(plan, range(2), range(0, 64, 2), range(32)) == (2 * rows_a_layer * 32, 2 * rows_a_layer * 32)
+    assert count(plan, range(1), range(10, 42), range(20, 52)) == (rows_a_layer * 32, rows_a_layer)
+
+
+@pytest.mark.parametrize("dims", ["BND", "KBNHD"])
+def test_d9_the_slots_of_a_block_end_up_as_one_descriptor_where_memory_allows(dims):
+    plan = pair(geometry(dims, N=16), geometry(dims, N=4, num_blocks=40), min_tile_bytes=1)
+    pieces = 2 * (2 if "K" in dims else 1)
+    assert count(plan, range(2), range(4, 8), [30, 31, 32, 33]) == (4 * pieces, pieces)
+    assert count(plan, range(2), range(4, 8), [30, 31, 9, 10]) == (4 * pieces, 2 * pieces)
+
+
+def test_nothing_to_write_is_no_descriptor():
+    assert count(pair(geometry("BND"), geometry("BND")), range(2), [], []) == (0, 0)
+
+
+# --- limits ----------------------------------------------------------------------------------------------------------
+
+
+def vast(num_blocks, tokens=1, layers=1):
+    """A geometry that no machine has."""
+    shape, strides = (num_blocks, tokens, 1), (tokens, 1, 0)
+    span = num_blocks * tokens
+    found = tuple(LayerGeometry(f"l{i}", shape, strides, 2**20 + i * span, 0) for i in range(layers))
+    group = geometry("BND").groups[0]
+    group = msgspec.structs.replace(group, dtype="int8", itemsize_bytes=1, num_blocks=num_blocks, layers=found)
+    return CacheGeometry(geometry("BND").memory, (group,))
 
 
 def test_the_largest_index_fits_and_one_more_row_is_refused():
-    def plan(num_rows, num_blocks):
-        rows = np.zeros((num_rows, 5), dtype=np.uint64)
-        return PairPlan(rows, rows, num_blocks, 1, 0)
+    plan = pair(vast(2**20, layers=2**11 - 1), vast(1, layers=2**11 - 1))
+    local, _ = plan.groups[0].indices(range(2**11 - 1), slots(2**20 - 1), slots(0))
+    assert local[-1] == (2**11 - 1) * 2**20 - 1
+    for ours, theirs in (
+        (vast(2**20, layers=2**11), vast(1, layers=2**11)),
+        (vast(1, layers=2**11), vast(2**20, layers=2**11)),
+    ):
+        with pytest.raises(Failure, match="more than NIXL can number") as caught:
+            pair(ours, theirs)
+        assert caught.value.code is FailureCode.bad_blocks
 
-    widest = plan(2**11, 2**20)
-    assert widest.local_indices(np.array([2**20 - 1]))[-1] == 2**31 - 1
-    with pytest.raises(Failure, match="more than NIXL can number") as caught:
-        plan(2**11 + 1, 2**20)
+
+@pytest.mark.parametrize("tokens", [2**21, 2**31 - 1, 2**60])
+def test_a_peer_s_numbers_do_not_decide_how_much_memory_a_plan_takes(tokens):
+    with pytest.raises(Failure, match="rows") as caught:
+        pair(vast(1), vast(1, tokens=tokens))
     assert caught.value.code is FailureCode.bad_blocks
+
+
+def test_a_peer_s_layers_that_share_bytes_make_no_longer_rows():
+    (_, ours), theirs = page_of_layers(layers=2), geometry("BKHND", layers=2)
+    first, second = theirs.groups[0].layers
+    lying = msgspec.structs.replace(second, address=first.address + BLOCK)  # block 0 of it is block 1 of the first
+    theirs = msgspec.structs.replace(theirs, groups=(msgspec.structs.replace(theirs.groups[0], layers=(first, lying)),))
+    assert len(pair(ours, theirs).local_rows) == 2
+
+
+# --- one side by itself ----------------------------------------------------------------------------------------------
+
+
+def test_the_length_of_a_block_is_all_of_its_layers():
+    assert block_len_bytes(geometry("BKHND", layers=3)) == 3 * BLOCK
+    found = two_groups()
+    assert [block_len_bytes(found, group) for group in (0, 1)] == [BLOCK, 2 * BLOCK]
+    assert block_len_bytes(geometry("BS", S=9)) == 2 * 9 * 2
+
+
+def test_a_cache_that_no_plan_could_serve_is_refused_here():
+    with pytest.raises(ConfigurationError, match="too far apart"):
+        check_writable(geometry("NBD"))
+    check_writable(geometry("NBD"), min_tile_bytes=16)
+    check_writable(of_total("BKNHD", 2, 8))
