@@ -24,6 +24,8 @@ from kvpush.wire import Rank
 
 LinkId = bytes
 
+SHORT_LIST_BLOCKS = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class HeldGroup:
@@ -56,7 +58,7 @@ class Link:
 class Registration:
     """Where one rank of a decode engine wants the blocks of one transfer.
 
-    Its ids stay as packed as they came until a push has come. They are believed only after :meth:`unpacked`.
+    A long list of ids stays as packed as it came until a push has come. None is believed before :meth:`unpacked`.
     """
 
     link: Link
@@ -68,6 +70,7 @@ class Registration:
     is_drain_owed: bool = False  # decode waits for Drained
     is_told: bool = False  # decode knows that it will not be served
     is_over: bool = False  # it takes no room any more, and does not end with its link
+    _unpacked: dict[str, Wanted] | None = None
 
     @property
     def engine_id(self) -> str:
@@ -92,10 +95,15 @@ class Registration:
     def unpacked(self) -> dict[str, Wanted]:
         """What it wants of each group that this side has. Raises Failure for ids that cannot be.
 
-        Looks at every id, which takes a while for a million.
+        Looks at every id, which takes a while for a million. A short list is unpacked once: the push must not wait.
         """
+        if self._unpacked is not None:
+            return self._unpacked
         terms = self.link.terms
-        return {want.group: wanted_slots(want, terms[want.group]) for want in self.wants if want.group in terms}
+        wanted = {want.group: wanted_slots(want, terms[want.group]) for want in self.wants if want.group in terms}
+        if self.num_blocks <= SHORT_LIST_BLOCKS:
+            self._unpacked = wanted
+        return wanted
 
 
 def tombstone_of(

@@ -1,7 +1,7 @@
 """The registry against a model that knows nothing of timers, locks or heaps, only the rules.
 
 Hypothesis draws what happens; the model predicts every return value, every effect, every row that is fired and every
-field of every snapshot. Ids and incarnations are few, so that rules collide; generations, attempts and pins that are
+field of every snapshot. Ids, ranks and incarnations are few, so that rules collide; generations, attempts and pins that are
 over stay in play, so that late answers are common; time moves by steps that fall on and just before the limits.
 """
 
@@ -80,8 +80,8 @@ class Model:
     def __init__(self):
         self.now = 1000.0
         self.live = {}  # generation -> record
-        self.current = {}  # engine id -> generation
-        self.past = {}  # engine id -> record with "over", oldest first
+        self.current = {}  # (engine id, rank) -> generation
+        self.past = {}  # (engine id, rank) -> record with "over", oldest first
         self.generations = 0
         self.attempts = 0
         self.fired = []
@@ -89,35 +89,35 @@ class Model:
 
     # --- names -------------------------------------------------------------------------------------------------------
 
-    def admit(self, engine_id, incarnation, address):
-        old = self.live.get(self.current.get(engine_id))
+    def admit(self, key, incarnation, address):
+        old = self.live.get(self.current.get(key))
         if old and old["incarnation"] == incarnation and self.serves(old):
             old["address"] = address
             self.hear(old, activity=True)
             return old["generation"]
-        return self.replace(old, engine_id, incarnation, address)
+        return self.replace(old, key, incarnation, address)
 
-    def admit_address(self, engine_id, address):
-        old = self.live.get(self.current.get(engine_id))
+    def admit_address(self, key, address):
+        old = self.live.get(self.current.get(key))
         if old and old["address"] == address and self.serves(old):
             return old["generation"]
-        return self.replace(old, engine_id, "", address)
+        return self.replace(old, key, "", address)
 
     def serves(self, record):
         return record["state"] != "stale" or record["reason"] == "idle"
 
-    def replace(self, old, engine_id, incarnation, address):
+    def replace(self, old, key, incarnation, address):
         if len(self.live) >= MAX_ENGINES and (old is None or old["pins"]):
             return QueueFull
-        remembered = self.past.get(engine_id)
+        remembered = self.past.get(key)
         if old:
             self.end(old, "superseded", f"by {incarnation or 'a new record'}", "retired")
             remembered = old
         elif remembered and self.now - remembered["over"] >= MEMORY_S:
             remembered = None
-        self.past.pop(engine_id, None)
+        self.past.pop(key, None)
         self.generations += 1
-        record = {"generation": self.generations, "engine_id": engine_id, "incarnation": incarnation}
+        record = {"generation": self.generations, "engine_id": key[0], "rank": key[1], "incarnation": incarnation}
         record.update(address=address)
         record.update(state="unknown", reason=None, active=self.now, heard=self.now, attempt=None, begun=None)
         record.update(resource=None, link=True, pins=0, pushes=0, stale_since=None, is_wanted=False)
@@ -125,7 +125,7 @@ class Model:
         if remembered and incarnation in ("", remembered["incarnation"]):
             record |= {key: remembered[key] for key in ("failures", "retry_at", "error")}
         self.live[self.generations] = record
-        self.current[engine_id] = self.generations
+        self.current[key] = self.generations
         return self.generations
 
     def name_incarnation(self, generation, incarnation):
@@ -225,9 +225,9 @@ class Model:
         if generation in self.live:
             self.end(self.live[generation], reason, detail, "retired")
 
-    def retire_address(self, address, keep):
+    def retire_address(self, address, keep, rank):
         for record in list(self.live.values()):
-            if record["address"] == address and record["engine_id"] != keep:
+            if record["address"] == address and (record["engine_id"], record["rank"]) != (keep, rank):
                 self.end(record, "superseded", f"{keep} answers at {address}", "retired")
 
     def end(self, record, reason, detail, trigger):
@@ -250,13 +250,13 @@ class Model:
 
     def evict(self, record):
         self.move(record, "evict", "evicted")
-        generation, engine_id = record["generation"], record["engine_id"]
-        self.effects.append(Evicted(engine_id, generation, record["reason"], record["resource"]))
+        generation, key = record["generation"], (record["engine_id"], record["rank"])
+        self.effects.append(Evicted(record["engine_id"], generation, record["reason"], record["resource"]))
         del self.live[generation]
-        if self.current.get(engine_id) == generation:
-            del self.current[engine_id]
-            self.past.pop(engine_id, None)
-            self.past[engine_id] = record | {"over": self.now}
+        if self.current.get(key) == generation:
+            del self.current[key]
+            self.past.pop(key, None)
+            self.past[key] = record | {"over": self.now}
             while len(self.past) > MAX_REMEMBERED:
                 del self.past[next(iter(self.past))]
 
@@ -266,9 +266,9 @@ class Model:
         """``first``: generations to begin with, in this order."""
         for generation in [*first, *(generation for generation in list(self.live) if generation not in first)]:
             self.age(self.live[generation])
-        for engine_id, record in list(self.past.items()):
+        for key, record in list(self.past.items()):
             if self.now - record["over"] >= MEMORY_S:
-                del self.past[engine_id]
+                del self.past[key]
 
     def age(self, record):
         if self.is_silent(record):
@@ -315,7 +315,7 @@ class Model:
         return [self.shot(record) for record in [*self.live.values(), *past]]
 
     def shot(self, record):
-        same = ("engine_id", "generation", "incarnation", "state", "reason", "address", "pushes")
+        same = ("engine_id", "rank", "generation", "incarnation", "state", "reason", "address", "pushes")
         return {key: record[key] for key in same} | {
             "idle_s": self.now - record["active"],
             "silent_s": self.now - record["heard"],
@@ -326,7 +326,8 @@ class Model:
         }
 
 
-ENGINE_IDS = st.sampled_from(["d0", "d1"])
+KEYS = [("d0", (0, 0)), ("d0", (0, 1)), ("d1", (0, 0))]
+ENGINES = st.sampled_from(KEYS)
 INCARNATIONS = st.sampled_from(["one", "one", "one", "two"])  # mostly the same: each other one ends a record
 ADDRESSES = st.sampled_from(["host:1", "host:1", "host:1", "host:2"])
 PICKS = st.integers(0, 7)  # counted from the newest, modulo how many there are
@@ -381,23 +382,25 @@ class RegistryMachine(RuleBasedStateMachine):
 
     # --- names -------------------------------------------------------------------------------------------------------
 
-    @rule(engine_id=ENGINE_IDS, incarnation=INCARNATIONS, address=ADDRESSES)
-    def admit(self, engine_id, incarnation, address):
-        self.meet(engine_id, incarnation, address)
+    @rule(key=ENGINES, incarnation=INCARNATIONS, address=ADDRESSES)
+    def admit(self, key, incarnation, address):
+        self.meet(key, incarnation, address)
 
-    def meet(self, engine_id, incarnation, address):
-        expected = self.model.admit(engine_id, incarnation, address)
-        return self.admitted(lambda: self.registry.admit(engine_id, incarnation, address), expected)
+    def meet(self, key, incarnation, address):
+        engine_id, rank = key
+        expected = self.model.admit(key, incarnation, address)
+        return self.admitted(lambda: self.registry.admit(engine_id, incarnation, address, rank), expected)
 
-    @rule(engine_id=ENGINE_IDS, address=ADDRESSES)
-    def admit_address(self, engine_id, address):
-        expected = self.model.admit_address(engine_id, address)
-        self.admitted(lambda: self.registry.admit_address(engine_id, address), expected)
+    @rule(key=ENGINES, address=ADDRESSES)
+    def admit_address(self, key, address):
+        engine_id, rank = key
+        expected = self.model.admit_address(key, address)
+        self.admitted(lambda: self.registry.admit_address(engine_id, address, rank), expected)
 
-    @rule(engine_id=ENGINE_IDS, incarnation=INCARNATIONS, address=ADDRESSES)
-    def connect(self, engine_id, incarnation, address):
+    @rule(key=ENGINES, incarnation=INCARNATIONS, address=ADDRESSES)
+    def connect(self, key, incarnation, address):
         """The short cut to the deep states."""
-        generation = self.meet(engine_id, incarnation, address)
+        generation = self.meet(key, incarnation, address)
         if generation is not QueueFull and self.begin(generation) is not None:
             self.answer(*self.attempts[-1], ok=True)
 
@@ -436,10 +439,10 @@ class RegistryMachine(RuleBasedStateMachine):
     def handshake_answered(self, index, ok):
         self.answer(*self.pick(self.attempts, index), ok=ok)
 
-    @rule(engine_id=ENGINE_IDS, incarnation=INCARNATIONS, address=ADDRESSES)
-    def dial(self, engine_id, incarnation, address):
+    @rule(key=ENGINES, incarnation=INCARNATIONS, address=ADDRESSES)
+    def dial(self, key, incarnation, address):
         """The short cut to an attempt that is under way, patient enough for the backoff of the last one."""
-        generation = self.meet(engine_id, incarnation, address)
+        generation = self.meet(key, incarnation, address)
         if generation is not QueueFull:
             self.model.now = self.clock.advance(max(0.0, self.model.live[generation]["retry_at"] - self.model.now))
             self.begin(generation)
@@ -512,13 +515,17 @@ class RegistryMachine(RuleBasedStateMachine):
         self.check(self.registry.heard(generation, activity=activity), self.model.heard(generation, activity))
 
     @precondition(lambda self: self.generations)
-    @rule(index=PICKS, how=st.sampled_from(["lost", "lost, link up", "superseded", "dropped", "closing", "address"]))
-    def end(self, index, how):
+    @rule(
+        index=PICKS,
+        key=ENGINES,
+        how=st.sampled_from(["lost", "lost, link up", "superseded", "dropped", "closing", "address"]),
+    )
+    def end(self, index, key, how):
         """One rule for all of them: as many rules would let no engine live for long."""
         generation = self.pick_generation(index)
         if how == "address":
-            effects = self.registry.retire_address("host:1", "d0")
-            expected = self.model.retire_address("host:1", "d0")
+            effects = self.registry.retire_address("host:1", *key)
+            expected = self.model.retire_address("host:1", *key)
         elif how.startswith("lost"):
             link_is_up = how != "lost"
             effects = self.registry.lost(generation, "cable", link_is_up=link_is_up)
@@ -573,8 +580,8 @@ class RegistryMachine(RuleBasedStateMachine):
     @invariant()
     def look_ups_agree(self):
         assert len(self.registry) == len(self.model.live) <= MAX_ENGINES
-        for engine_id in ("d0", "d1"):
-            assert self.registry.generation_of(engine_id) == self.model.current.get(engine_id)
+        for engine_id, rank in KEYS:
+            assert self.registry.generation_of(engine_id, rank) == self.model.current.get((engine_id, rank))
         for generation in self.generations:
             record = self.model.live.get(generation)
             assert str(self.registry.state_of(generation)) == (record["state"] if record else "evicted")

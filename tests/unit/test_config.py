@@ -38,6 +38,8 @@ COUNTS = {
     "max_deferred_per_engine": 4096,
     "max_in_flight_bytes": 4 << 30,
     "max_write_bytes": 64 << 20,
+    "coalesce_bytes": 1 << 20,
+    "min_tile_bytes": 1024,
     "max_message_bytes": 8 << 20,
     "max_tombstones": 65536,
 }

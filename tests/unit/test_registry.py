@@ -44,8 +44,8 @@ class Desk:
     def __getattr__(self, name):
         return getattr(self.registry, name)
 
-    def connect(self, engine_id="d0", incarnation="one", address="host:1"):
-        generation, _ = self.admit(engine_id, incarnation, address)
+    def connect(self, engine_id="d0", incarnation="one", address="host:1", rank=(0, 0)):
+        generation, _ = self.admit(engine_id, incarnation, address, rank)
         self.shake(generation)
         return generation
 
@@ -977,6 +977,91 @@ def test_b4_an_address_that_nobody_had_changes_nothing(desk):
     desk.connect("d0", address="host:5600")
     assert desk.retire_address("host:1", "d9") == []
     assert desk.triggers() == ["handshake_started", "handshake_succeeded"]
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_of_an_engine_are_two_records(desk):
+    first = desk.connect("d0", "boot 0")
+    second = desk.connect("d0", "boot 1", rank=(0, 1))
+    assert first != second
+    assert [(shot.engine_id, shot.rank, shot.generation) for shot in desk.snapshot()] == [
+        ("d0", (0, 0), first),
+        ("d0", (0, 1), second),
+    ]
+    assert desk.generation_of("d0") == desk.generation_of("d0", (0, 0)) == first
+    assert desk.generation_of("d0", (0, 1)) == second
+    assert desk.generation_of("d0", (1, 0)) is None
+    assert desk.pin(first) == desk.resources[first]
+    assert desk.pin(second) == desk.resources[second]
+    assert (desk.pins_of(first), desk.pins_of(second)) == (1, 1)
+    assert desk.admit("d0", "boot 1", "host:1", (0, 1)) == (second, [])
+
+
+def test_one_rank_that_is_lost_leaves_the_others_of_its_engine_alone(desk):
+    ranks = {
+        (stage, rank): desk.connect("d0", f"{stage}.{rank}", rank=(stage, rank)) for stage in (0, 1) for rank in (0, 1)
+    }
+    gone = ranks.pop((1, 0))
+    effects = desk.lost(gone, "cable", link_is_up=False)
+    assert [(effect.engine_id, effect.generation) for effect in effects] == [("d0", gone), ("d0", gone)]
+    assert {desk.state_of(generation) for generation in ranks.values()} == {State.connected}
+    assert desk.generation_of("d0", (1, 0)) is None
+
+
+@pytest.mark.parametrize("is_by_address", [False, True])
+def test_rule14_a_rank_that_restarts_supersedes_itself_alone(desk, is_by_address):
+    if is_by_address:
+        meet = desk.admit_address
+        old, other = (desk.admit_address("p0", f"host:{rank}", (0, rank))[0] for rank in (0, 1))
+        new, effects = meet("p0", "host:9", (0, 1))
+    else:
+        old, other = (desk.connect("p0", f"boot {rank}", rank=(0, rank)) for rank in (0, 1))
+        new, effects = desk.admit("p0", "boot again", "host:1", (0, 1))
+    assert {effect.generation for effect in effects} == {other}
+    assert desk.generation_of("p0", (0, 0)) == old
+    assert desk.generation_of("p0", (0, 1)) == new not in (old, other)
+
+
+def test_backoff_and_what_is_remembered_are_each_ranks_own(desk):
+    failing, _ = desk.admit("d0", "boot", "host:1", (0, 1))
+    desk.fail(failing, "refused")
+    other, _ = desk.admit("d0", "boot", "host:1", (0, 0))
+    assert desk.need(other) is Need.handshake
+    assert desk.need(failing) is Need.wait
+    desk.retire(failing, StaleReason.closing, "bye")
+    assert [(shot.rank, shot.handshake_failures) for shot in desk.snapshot()] == [((0, 0), 0), ((0, 1), 1)]
+    again, _ = desk.admit("d0", "boot", "host:1", (0, 1))
+    assert desk.need(again) is Need.wait
+    assert desk.of(again).last_error == "refused"
+
+
+def test_b4_another_rank_at_the_address_supersedes_the_old_one(desk):
+    old = desk.connect("p0", "boot", address="host:5600", rank=(0, 0))
+    elsewhere = desk.connect("p0", "boot", address="host:5601", rank=(0, 2))
+    new = desk.connect("p0", "boot", address="host:5600", rank=(0, 1))
+    effects = desk.retire_address("host:5600", "p0", (0, 1))
+    assert effects == [
+        stale("p0", old, StaleReason.superseded, "p0 answers at host:5600"),
+        Evicted("p0", old, StaleReason.superseded, desk.resources[old]),
+    ]
+    assert desk.state_of(new) is desk.state_of(elsewhere) is State.connected
+    assert desk.retire_address("host:5600", "p0", (0, 1)) == []
+
+
+def test_rule16_ranks_count_one_by_one_towards_the_limits():
+    desk = Desk(max_engines=2, max_tombstones=1)
+    for rank in (0, 1):
+        desk.connect("d0", rank=(0, rank))
+    with pytest.raises(QueueFull, match="max_engines=2"):
+        desk.admit("d0", "one", "host:1", (0, 2))
+    for rank in (0, 1):
+        desk.retire(desk.generation_of("d0", (0, rank)), StaleReason.closing, "bye")
+    assert [shot.rank for shot in desk.snapshot()] == [(0, 1)]
+
+
+# --- decode -----------------------------------------------------------------------------------------------------------
 
 
 def test_decode_knows_an_engine_by_its_address(desk):
