@@ -1,8 +1,8 @@
 """The registry against a model that knows nothing of timers, locks or heaps, only the rules.
 
 Hypothesis draws what happens; the model predicts every return value, every effect, every row that is fired and every
-field of every snapshot. Ids, ranks and incarnations are few, so that rules collide; generations, attempts and pins that are
-over stay in play, so that late answers are common; time moves by steps that fall on and just before the limits.
+field of every snapshot. Ids, ranks and incarnations are few, so that rules collide; generations, attempts and pins that
+are over stay in play, so that late answers are common; time moves by steps that fall on and just before the limits.
 """
 
 from dataclasses import asdict
