@@ -46,7 +46,11 @@ LinkId = int
 BlockIds = npt.NDArray[np.int64]
 Address = tuple[str, int]
 
-MAX_NOTICES = 1024  # empty registrations kept for one engine that is not connected yet
+MAX_NOTICES = 1024  # kept for one engine that is not connected yet
+
+# What prefill must learn to give its blocks back, while this side waits for nothing: a registration that asks for no
+# block, or the end of a receive that could not be registered.
+Notice = wire.Register | wire.Withdraw
 
 # An engine that was superseded or dropped is not asked again what became of it.
 _FORSAKEN = {
@@ -136,7 +140,8 @@ class _Prefill:
     agent_name: str = ""
     receives: dict[int, _Receive] = field(default_factory=dict)  # by epoch: open or holding
     unsent: dict[int, _Receive] = field(default_factory=dict)  # those of them that this link has not told prefill about
-    notices: list[wire.Register] = field(default_factory=list)  # empty registrations, to be sent once it is up
+    notices: list[Notice] = field(default_factory=list)  # to be sent once it is up
+    failed_dials: int = 0  # in a row
     renewals: dict[str, None] = field(default_factory=dict)  # transfer ids to renew once it is up
 
 
@@ -273,10 +278,13 @@ class DecodeCore:
 
     def transport_closed(self, now_s: float) -> list[Effect]:
         """The agent is destroyed. Say goodbye and hang up; what is still held stays unproven."""
-        for link, prefill in list(self._links.items()):
-            if prefill.is_up:
-                self._out.append(Send(link, wire.Goodbye(f"decode engine {self._identity.engine_id!r} shuts down")))
+        reason = f"decode engine {self._identity.engine_id!r} shuts down"
+        for prefill in self._prefills.values():
+            if prefill.is_up and prefill.link is not None:
+                self._out.append(Send(prefill.link, wire.Goodbye(reason)))
             self._hang_up(prefill)
+            # what comes of it is nobody's business any more: no receive dials again, and no engine is left in a state
+            self._registry.retire(prefill.generation, StaleReason.closing, reason)
         return self._effects()
 
     # --- from the links ----------------------------------------------------------------------------------------------
@@ -354,6 +362,7 @@ class DecodeCore:
             return  # timed out a moment ago; the retry is under way
         self.counters["handshakes_succeeded"] += 1
         prefill.is_up = True
+        prefill.failed_dials = 0
         prefill.incarnation = message.incarnation
         prefill.agent_name = message.agent_name
         assert prefill.link is not None, "a message came over it"
@@ -491,10 +500,13 @@ class DecodeCore:
 
     def _give_up(self, receive: _Receive, outcome: Outcome, code: FailureCode, reason: str, now_s: float) -> None:
         """This side ends it: at once when it was never registered, else prefill is asked to drain."""
+        prefill = self._prefill_of(receive)
         if receive.registered_with is None:
+            if prefill is not None:
+                withdraw = wire.Withdraw(receive.transfer_id, receive.epoch, code, wire.clip_reason(reason))
+                self._notice(prefill, withdraw)
             self._end(receive, outcome, code, reason, now_s, is_quiet=True)
             return
-        prefill = self._prefill_of(receive)
         if prefill is not None:
             self._send_cancel(prefill, receive, code, reason)
         self._end(receive, outcome, code, reason, now_s, is_quiet=False)
@@ -619,8 +631,8 @@ class DecodeCore:
         for start in range(0, len(renewals), wire.MAX_RENEWALS):
             self._out.append(Send(prefill.link, wire.Renew(renewals[start : start + wire.MAX_RENEWALS])))
 
-    def _notice(self, prefill: _Prefill, message: wire.Register) -> None:
-        """Prefill must learn of an empty registration, to give its blocks back; this side waits for nothing."""
+    def _notice(self, prefill: _Prefill, message: Notice) -> None:
+        """Have prefill told as soon as its link is up, unless that takes more than ``handshake_attempts``."""
         if len(prefill.notices) < MAX_NOTICES:
             prefill.notices.append(message)
         else:
@@ -628,21 +640,24 @@ class DecodeCore:
 
     def _dial_failed(self, prefill: _Prefill, failure: Failure, now_s: float) -> None:
         """The handshake failed: every receive that waits for it learns so. Those registered before the link broke go on
-        waiting for their proof or their deadline."""
+        waiting for their proof or their deadline, unless another process has taken this one's place."""
         self._hang_up(prefill)
         if failure.code is FailureCode.wrong_engine:
             self._process_is_gone(prefill, FailureCode.peer_restarted, failure.reason, now_s)
         if not self._registry.handshake_failed(prefill.generation, prefill.attempt, failure.reason):
             return
         self.counters[f"handshakes_failed_{failure.code}"] += 1
+        prefill.failed_dials += 1
         for receive in list(prefill.receives.values()):
             receive.failed_attempts += 1
             is_final = not failure.is_retryable or receive.failed_attempts >= self._config.handshake_attempts
-            if is_final and receive.is_open and receive.registered_with is None:
-                self._end(receive, Outcome.failed, failure.code, failure.reason, now_s, is_quiet=True)
+            is_quiet = receive.registered_with is None
+            if receive.is_open and ((is_final and is_quiet) or failure.code is FailureCode.superseded):
+                self._end(receive, Outcome.failed, failure.code, failure.reason, now_s, is_quiet=is_quiet)
         if not failure.is_retryable:
-            prefill.notices.clear()
             prefill.renewals.clear()
+        if not failure.is_retryable or prefill.failed_dials >= self._config.handshake_attempts:
+            prefill.notices.clear()
         if prefill.receives or prefill.notices:
             self._use(prefill, now_s)  # asks for RetryDue when the backoff is over
 

@@ -30,11 +30,11 @@ from kvpush.events import BlocksReleased, Outcome, PushFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
-from kvpush.loop import BYTES_PER_TURN, GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
+from kvpush.loop import BYTES_PER_TURN, GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop, logger
 from kvpush.nixl_transport import NixlTransport
 from kvpush.plan import PairPlan, block_len_bytes, check_block_ids, pair
 from kvpush.prefill import PrefillCore
-from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send
+from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send, Warn
 from kvpush.registry import Clock, Registry
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_position, check_setup, check_timeout
 from kvpush.transport import RemoteHandle, Transport, TransportFactory, WriteHandle
@@ -433,6 +433,8 @@ class _PushLoop(Loop):
             case Emit():
                 self._drop_fences(effect.event.transfer_id)
                 self._events.put(effect.event)
+            case Warn():
+                logger.warning("%s: %s", self._name, effect.text)
             case AbandonWrite():
                 handle = self._writes.pop(effect.write_id)
                 if self._transport is not None:

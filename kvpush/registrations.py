@@ -9,6 +9,8 @@ limited by anything but a message's size. Every refusal here costs the same, how
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvpush.config import Config
 from kvpush.errors import Failure, FailureCode
 from kvpush.prefill_effects import Outbox
@@ -30,6 +32,9 @@ class Registrations:
         self._outbox = outbox
         self._waiting: dict[str, Registration] = {}
         self._num_blocks = 0  # block ids in all that were admitted and have not ended
+        self._owners: OrderedDict[str, str] = (
+            OrderedDict()
+        )  # transfer id -> the engine that its registration ended with
         self._closed = ""  # why no new transfer is taken
 
     def shut(self, why: str) -> None:
@@ -43,6 +48,7 @@ class Registrations:
     def admit(self, registration: Registration) -> None:
         """It takes its place, until :meth:`end`."""
         registration.link.transfer_ids.add(registration.transfer_id)
+        self._owners.pop(registration.transfer_id, None)
         self._count_blocks(registration, registration.num_blocks)
 
     def park(self, registration: Registration) -> None:
@@ -64,6 +70,17 @@ class Registrations:
             self.take(registration.transfer_id)
         registration.link.transfer_ids.discard(registration.transfer_id)
         self._count_blocks(registration, -registration.num_blocks)
+
+    def remember_end(self, registration: Registration) -> None:
+        """It ended with its engine, and nobody was told: a push that waits in vain can say for whom it waited."""
+        self._owners[registration.transfer_id] = registration.engine_id
+        self._owners.move_to_end(registration.transfer_id)
+        while len(self._owners) > self._config.max_tombstones:
+            self._owners.popitem(last=False)
+
+    def last_owner(self, transfer_id: str) -> str | None:
+        """The engine that the transfer's registration ended with. Forgotten with the answer."""
+        return self._owners.pop(transfer_id, None)
 
     def _count_blocks(self, registration: Registration, num_blocks: int) -> None:
         registration.link.num_blocks += num_blocks

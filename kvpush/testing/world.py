@@ -280,6 +280,7 @@ class PrefillEngine(Engine):
         self.address = address
         self.memory.fill(range(num_blocks), SCRIBBLE)
         self.pushes: list[Push] = []
+        self.warnings: list[str] = []  # logged
         self._open: dict[str, Push] = {}
         self._held: dict[str, deque[Push]] = {}
         self._owners: dict[int, Push] = {}  # block -> the push that it is lent to
@@ -434,6 +435,8 @@ class PrefillEngine(Engine):
             match effect:
                 case prefill_effects.Emit():
                     self._take(effect.event)
+                case prefill_effects.Warn():
+                    self.warnings.append(effect.text)
                 case prefill_effects.Send():
                     if not self.world.network.send(self, effect.link, wire.encode(effect.message)):
                         queue.extend(self.core.link_closed(effect.link, "its connection is gone", self.now_s()))
