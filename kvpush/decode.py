@@ -54,7 +54,11 @@ from kvpush.wire import Rank
 LinkId = int
 Address = tuple[str, int]
 
-MAX_NOTICES = 1024  # empty registrations kept for one engine that is not connected yet
+MAX_NOTICES = 1024  # kept for one engine that is not connected yet
+
+# What prefill must learn to give its blocks back, while this side waits for nothing: a registration that asks for no
+# block, or the end of a receive that could not be registered.
+Notice = wire.Register | wire.Withdraw
 
 # An engine that was superseded or dropped is not asked again what became of it.
 _FORSAKEN = {
@@ -227,7 +231,8 @@ class _Prefill:
     holdings: tuple[wire.Holding, ...] = ()
     legs: dict[int, _Leg] = field(default_factory=dict)  # by epoch: open or holding
     unsent: dict[int, _Leg] = field(default_factory=dict)  # those of them that this link has not told prefill about
-    notices: list[wire.Register] = field(default_factory=list)  # empty registrations, to be sent once it is up
+    notices: list[Notice] = field(default_factory=list)  # to be sent once it is up
+    failed_dials: int = 0  # in a row
     renewals: dict[str, None] = field(default_factory=dict)  # transfer ids to renew once it is up
 
 
@@ -316,7 +321,7 @@ class DecodeCore:
                 leg = receive.legs[prefill.share.rank] = _Leg(receive, prefill.share.rank, prefill.generation)
                 self._house(prefill, leg)
             else:
-                self._notice(prefill, receive, now_s)
+                self._notice(prefill, self._registration(receive, (), now_s))
         if receive.num_blocks:
             self._timers.set(_Deadline(receive.epoch), receive.deadline_s)
         else:
@@ -387,10 +392,13 @@ class DecodeCore:
 
     def transport_closed(self, now_s: float) -> list[Effect]:
         """The agent is destroyed. Say goodbye and hang up; what is still held stays unproven."""
-        for link, prefill in list(self._links.items()):
-            if prefill.is_up:
-                self._out.append(Send(link, wire.Goodbye(f"decode engine {self._identity.engine_id!r} shuts down")))
+        reason = f"decode engine {self._identity.engine_id!r} shuts down"
+        for prefill in self._prefills.values():
+            if prefill.is_up and prefill.link is not None:
+                self._out.append(Send(prefill.link, wire.Goodbye(reason)))
             self._hang_up(prefill)
+            # what comes of it is nobody's business any more: no receive dials again, and no engine is left in a state
+            self._registry.retire(prefill.generation, StaleReason.closing, reason)
         return self._effects()
 
     # --- from the links ----------------------------------------------------------------------------------------------
@@ -481,6 +489,7 @@ class DecodeCore:
             return  # timed out a moment ago; the retry is under way
         self.counters["handshakes_succeeded"] += 1
         prefill.is_up = True
+        prefill.failed_dials = 0
         prefill.incarnation = message.incarnation
         prefill.agent_name = message.agent_name
         prefill.holdings = message.holdings
@@ -690,10 +699,15 @@ class DecodeCore:
         told_by: _Leg | None = None,
     ) -> None:
         """The one outcome of a receive that did not complete. Every rank of prefill that may still write is asked to
-        stop, but ``told_by``, which knows."""
+        stop, but ``told_by``, which knows; one that was never asked to write hears that nobody will."""
         for leg in receive.legs.values():
             prefill = self._prefills.get(leg.home)
-            if prefill is not None and leg is not told_by and not leg.is_quiet:
+            if prefill is None or leg is told_by:
+                continue
+            if leg.registered_with is None:
+                withdraw = wire.Withdraw(receive.transfer_id, receive.epoch, code, wire.clip_reason(reason))
+                self._notice(prefill, withdraw)
+            elif not leg.is_quiet:
                 self._send_cancel(prefill, receive, code, reason)
         is_quiet = receive.is_quiet
         self._fire(receive, ReceiveTrigger.ended_quiet if is_quiet else ReceiveTrigger.ended_unquiet)
@@ -830,30 +844,33 @@ class DecodeCore:
         for start in range(0, len(renewals), wire.MAX_RENEWALS):
             self._out.append(Send(prefill.link, wire.Renew(renewals[start : start + wire.MAX_RENEWALS])))
 
-    def _notice(self, prefill: _Prefill, receive: _Receive, now_s: float) -> None:
-        """Prefill must learn of an empty registration, to give its blocks back; this side waits for nothing."""
+    def _notice(self, prefill: _Prefill, message: Notice) -> None:
+        """Have prefill told as soon as its link is up, unless that takes more than ``handshake_attempts``."""
         if len(prefill.notices) < MAX_NOTICES:
-            prefill.notices.append(self._registration(receive, (), now_s))
+            prefill.notices.append(message)
         else:
             self.counters["notices_dropped"] += 1
 
     def _dial_failed(self, prefill: _Prefill, failure: Failure, now_s: float) -> None:
         """The handshake failed: every receive that waits for it learns so. Those registered before the link broke go on
-        waiting for their proof or their deadline."""
+        waiting for their proof or their deadline, unless another process has taken this one's place."""
         self._hang_up(prefill)
         if failure.code is FailureCode.wrong_engine:
             self._process_is_gone(prefill, FailureCode.peer_restarted, failure.reason, now_s)
         if not self._registry.handshake_failed(prefill.generation, prefill.attempt, failure.reason):
             return
         self.counters[f"handshakes_failed_{failure.code}"] += 1
+        prefill.failed_dials += 1
         for leg in list(prefill.legs.values()):
             leg.failed_attempts += 1
             is_final = not failure.is_retryable or leg.failed_attempts >= self._config.handshake_attempts
-            if is_final and leg.receive.is_open and leg.registered_with is None:
+            has_waited = is_final and leg.registered_with is None
+            if leg.receive.is_open and (has_waited or failure.code is FailureCode.superseded):
                 self._end(leg.receive, Outcome.failed, failure.code, failure.reason, now_s)
         if not failure.is_retryable:
-            prefill.notices.clear()
             prefill.renewals.clear()
+        if not failure.is_retryable or prefill.failed_dials >= self._config.handshake_attempts:
+            prefill.notices.clear()
         if prefill.legs or prefill.notices:
             self._use(prefill, now_s)  # asks for RetryDue when the backoff is over
 

@@ -22,6 +22,7 @@ from kvpush.lines import Lines
 from kvpush.prefill_effects import Emit, Outbox
 from kvpush.pushes import DONE, Cause, Due, HoldEnd, LeaseEnd, Push, Registration, tombstone_of
 from kvpush.registrations import Registrations
+from kvpush.registry import Registry
 from kvpush.timers import Timers
 from kvpush.tombstones import Tombstones
 
@@ -39,6 +40,7 @@ class Endings:
     def __init__(
         self,
         config: Config,
+        registry: Registry,
         tombstones: Tombstones,
         registrations: Registrations,
         timers: Timers[Due],
@@ -49,6 +51,7 @@ class Endings:
         self.open: dict[str, Push] = {}  # without an outcome
         self.held: dict[Push, None] = {}  # in doubt: outcome reported, blocks held; the id may be in use again
         self._config = config
+        self._registry = registry
         self._tombstones = tombstones
         self._registrations = registrations
         self._timers = timers
@@ -62,15 +65,24 @@ class Endings:
             # decode has everything that it asked for; the caller, it seems, forgot the last chunk
             self.conclude(push, DONE, now_s)
             return
-        if not push.legs:
-            why = "no registration was waiting for it (one that came earlier may have ended with its decode engine)"
-        elif not push.is_complete:
-            missing = ", ".join(map(str, sorted(push.readers - push.legs.keys())[:8]))
-            why = f"ranks (pp, tp) {missing} of decode engine {push.engine_id!r} have not registered for it"
-        else:
-            why = "it could not be written"
-        reason = f"transfer {push.transfer_id!r}: the lease of {self._config.lease_s:g} s ended and {why}"
+        reason = (
+            f"transfer {push.transfer_id!r}: the lease of {self._config.lease_s:g} s ended and {self._obstacle(push)}"
+        )
         self.give_up(push, Cause(Outcome.expired, FailureCode.lease_expired, reason), now_s)
+
+    def _obstacle(self, push: Push) -> str:
+        """What the push waited for, as far as this side can know."""
+        if not push.legs:
+            engine_id = self._registrations.last_owner(push.transfer_id)
+            if engine_id is None:
+                return "no decode engine has registered for it"
+            return f"its registration had ended with its decode engine: {self._registry.describe(engine_id)}"
+        if not push.is_complete:
+            missing = ", ".join(map(str, sorted(push.readers - push.legs.keys())[:8]))
+            return f"ranks (pp, tp) {missing} of decode engine {push.engine_id!r} have not registered for it"
+        waiting = [leg.registration for leg in push.legs.values() if not leg.is_served]
+        states = "; ".join(self._registry.describe(each.engine_id, each.rank) for each in waiting[:4])
+        return f"it could not be written: {states}"
 
     def give_up(self, push: Push, cause: Cause, now_s: float) -> None:
         """End a push for ``cause``, unless it is ending already: the first root cause stays."""

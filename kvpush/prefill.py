@@ -29,6 +29,7 @@ from kvpush.identity import Identity, mismatch
 from kvpush.layout import CacheGeometry, totals_of
 from kvpush.lifecycle import PUSH, PushState, PushTrigger
 from kvpush.lines import Lines
+from kvpush.namesakes import Namesakes
 from kvpush.parallel import readers
 from kvpush.prefill_effects import (
     AbandonWrite,
@@ -39,6 +40,7 @@ from kvpush.prefill_effects import (
     PostWrite,
     ReleasePeer,
     Send,
+    Warn,
 )
 from kvpush.pushes import (
     DONE,
@@ -87,6 +89,7 @@ class PrefillCore:
         self._identity = identity
         self._config = config
         self._registry = registry
+        self._namesakes = Namesakes(config.max_tombstones)
         self._links: dict[LinkId, Link] = {}
         self._outbox = Outbox(self._links)
         self._timers: Timers[Due] = Timers()
@@ -99,7 +102,14 @@ class PrefillCore:
         self._tombstones = Tombstones(config.max_tombstones, config.tombstone_ttl_s)
         self._registrations = Registrations(config, self._tombstones, self._timers, self._outbox)
         self._endings = Endings(
-            config, self._tombstones, self._registrations, self._timers, self._lines, self._outbox, self.counters
+            config,
+            registry,
+            self._tombstones,
+            self._registrations,
+            self._timers,
+            self._lines,
+            self._outbox,
+            self.counters,
         )
         self._pushes = self._endings.open
 
@@ -265,6 +275,8 @@ class PrefillCore:
                 self._register(link, message, now_s)
             case wire.Cancel():
                 self._cancelled_by_peer(link, message, now_s)
+            case wire.Withdraw():
+                self._withdraw(link, message, now_s)
             case wire.Renew():
                 self._renew(link, message, now_s)
             case wire.Metadata():
@@ -285,6 +297,7 @@ class PrefillCore:
             refusal: Failure | None = Failure(FailureCode.malformed, reason)
         else:
             refusal = mismatch(self._identity, hello)
+        refusal = refusal or self._refusal_of_namesake(hello, now_s)
         if refusal is None:
             try:
                 self._welcome(link, hello, now_s)
@@ -296,6 +309,25 @@ class PrefillCore:
             self.counters[f"hellos_refused_{refusal.code}"] += 1
             self._outbox.add(Send(link, wire.Refused(refusal.code, wire.clip_reason(refusal.reason))))
 
+    def _refusal_of_namesake(self, hello: wire.Hello, now_s: float) -> Failure | None:
+        """An incarnation whose place was taken is back, and whoever took it is still linked: two processes live."""
+        engine = (hello.engine_id, hello.share.rank)
+        newer = [
+            other.hello.incarnation
+            for other in self._links.values()
+            if (other.hello.engine_id, other.rank) == engine and other.hello.incarnation != hello.incarnation
+        ]
+        if not newer or not self._namesakes.has_been_replaced(engine, hello.incarnation):
+            return None
+        self.counters["namesakes_refused"] += 1
+        reason = (
+            f"two living processes call themselves engine {hello.engine_id!r}: incarnation {hello.incarnation}, "
+            f"superseded by {newer[0]}, came back; engine ids must be unique"
+        )
+        if self._namesakes.is_warning_due(engine, now_s):
+            self._outbox.add(Warn(reason))
+        return Failure(FailureCode.superseded, reason)
+
     def _welcome(self, link: LinkId, hello: wire.Hello, now_s: float) -> None:
         known = self._links.get(link)
         new = known or self._introduced(link, hello)
@@ -304,6 +336,7 @@ class PrefillCore:
                 self._supersede_link(other, hello, now_s)
         generation, effects = self._registry.admit(hello.engine_id, hello.incarnation, _shown(link), new.rank)
         self._absorb(effects, now_s)
+        self._namesakes.admitted((hello.engine_id, new.rank), hello.incarnation)
         known = self._links[link] = new
         known.generation = generation
         ours = self._identity
@@ -358,6 +391,7 @@ class PrefillCore:
                     self._registrations.end_transfer(transfer_id, code, reason, now_s, silent=None)
                 else:
                     self._registrations.end(registration)
+                    self._registrations.remember_end(registration)
                 continue
             push = self._pushes.get(transfer_id)
             if push is not None and any(each.link is link for each in push.registrations):
@@ -436,6 +470,24 @@ class PrefillCore:
             )
         if not is_owed:
             self._outbox.send(link, wire.Drained(transfer_id, message.epoch))
+
+    def _withdraw(self, link: Link, message: wire.Withdraw, now_s: float) -> None:
+        """As if its registration had come just before: the push that waits for it, or is still to come, ends with it.
+
+        Whoever could not have registered cannot withdraw, either.
+        """
+        self.counters["withdrawals"] += 1
+        transfer_id = message.transfer_id
+        never_came = Registration(link, transfer_id, message.epoch, (), now_s)
+        push = self._pushes.get(transfer_id)
+        has_registered = self._registrations.find(transfer_id, link.rank) if push is None else push.legs.get(link.rank)
+        if has_registered is not None or self._registrations.refusal(never_came, push, now_s) is not None:
+            return
+        if push is not None:
+            cause = Cause(Outcome.cancelled, FailureCode.cancelled_by_peer, message.reason)
+            self._endings.give_up(push, cause, now_s)
+        else:
+            self._registrations.withdraw(never_came, FailureCode.cancelled_by_peer, message.reason, now_s)
 
     def _owe_drain(self, link: Link, epoch: int) -> bool:
         """Whether a WRITE for this engine's registration may still land: ``Drained`` goes to ``link`` when none may."""

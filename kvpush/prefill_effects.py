@@ -79,7 +79,14 @@ class Emit:
     event: PushFinished | BlocksReleased
 
 
-Effect = Send | LoadPeer | ReleasePeer | PostWrite | AbandonWrite | Emit
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Log a warning: somebody must change a configuration."""
+
+    text: str
+
+
+Effect = Send | LoadPeer | ReleasePeer | PostWrite | AbandonWrite | Emit | Warn
 
 
 class Outbox:

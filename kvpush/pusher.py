@@ -30,13 +30,13 @@ from kvpush.events import BlocksReleased, Outcome, PushFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import LinkClosed, LinkEvent, LinkMessage, Listener, make_context
-from kvpush.loop import BYTES_PER_TURN, GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop
+from kvpush.loop import BYTES_PER_TURN, GOODBYE_LINGER_S, MESSAGES_PER_TURN, Loop, logger
 from kvpush.nixl_transport import NixlTransport
 from kvpush.peer import Peer, load, unload
 from kvpush.placement import GroupBlocks, Placement
 from kvpush.plan import check_writable
 from kvpush.prefill import PrefillCore
-from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send
+from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send, Warn
 from kvpush.pushes import Part
 from kvpush.registry import Clock, Registry
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_setup, check_timeout
@@ -505,6 +505,8 @@ class _PushLoop(Loop):
             case Emit():
                 self._drop_fences(effect.event.transfer_id)
                 self._events.put(effect.event)
+            case Warn():
+                logger.warning("%s: %s", self._name, effect.text)
             case AbandonWrite():
                 handle = self._writes.pop(effect.write_id)
                 if self._transport is not None:

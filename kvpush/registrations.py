@@ -10,6 +10,8 @@ limited by anything but a message's size. Every refusal here costs the same, how
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvpush.config import Config
 from kvpush.errors import Failure, FailureCode
 from kvpush.prefill_effects import Outbox
@@ -33,6 +35,9 @@ class Registrations:
         self._waiting: dict[str, dict[Rank, Registration]] = {}
         self._num_waiting = 0
         self._num_blocks = 0  # block ids in all that were admitted and have not ended
+        self._owners: OrderedDict[str, str] = (
+            OrderedDict()
+        )  # transfer id -> the engine that its registration ended with
         self._closed = ""  # why no new transfer is taken
 
     def shut(self, why: str) -> None:
@@ -46,6 +51,7 @@ class Registrations:
     def admit(self, registration: Registration) -> None:
         """It takes its place, until :meth:`end`."""
         registration.link.transfer_ids.add(registration.transfer_id)
+        self._owners.pop(registration.transfer_id, None)
         self._count_blocks(registration, registration.num_blocks)
 
     def end(self, registration: Registration) -> None:
@@ -58,6 +64,17 @@ class Registrations:
             self._remove(registration)
         registration.link.transfer_ids.discard(registration.transfer_id)
         self._count_blocks(registration, -registration.num_blocks)
+
+    def remember_end(self, registration: Registration) -> None:
+        """It ended with its engine, and nobody was told: a push that waits in vain can say for whom it waited."""
+        self._owners[registration.transfer_id] = registration.engine_id
+        self._owners.move_to_end(registration.transfer_id)
+        while len(self._owners) > self._config.max_tombstones:
+            self._owners.popitem(last=False)
+
+    def last_owner(self, transfer_id: str) -> str | None:
+        """The engine that the transfer's registration ended with. Forgotten with the answer."""
+        return self._owners.pop(transfer_id, None)
 
     def _count_blocks(self, registration: Registration, num_blocks: int) -> None:
         registration.link.num_blocks += num_blocks
@@ -93,6 +110,13 @@ class Registrations:
         if code not in _LEAVE_THE_PUSH_ALONE:
             tombstone = tombstone_of(registrations, code, reason, is_push_awaited=True)
             self._tombstones.bury(transfer_id, tombstone, now_s)
+
+    def withdraw(self, never_came: Registration, code: FailureCode, reason: str, now_s: float) -> None:
+        """A rank of decode will not register after all: the transfer ends for all of its ranks."""
+        transfer_id = never_came.transfer_id
+        registrations = [*self.waiting_for(transfer_id), never_came]
+        self.end_transfer(transfer_id, code, reason, now_s, silent=None)
+        self._tombstones.bury(transfer_id, tombstone_of(registrations, code, reason, is_push_awaited=True), now_s)
 
     def transfer_ids(self) -> list[str]:
         """The transfers that wait for their push, longest first."""

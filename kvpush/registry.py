@@ -591,6 +591,23 @@ class Registry:
                 live += [self._snapshot(engine, now_s) for engine in engines[start : start + LOCK_BATCH]]
         return live + [_aged(past, now_s) for past in past]
 
+    def describe(self, engine_id: str, rank: Rank = ONLY_RANK) -> str:
+        """A sentence for people: the engine, its state, when it may be asked again, and its last error."""
+        with self._lock:
+            now_s = self._clock()
+            current, past = self._current_of((engine_id, rank)), self._past.get((engine_id, rank))
+            if current is not None:
+                seen = self._snapshot(current, now_s)
+            elif past is not None:
+                seen = _aged(past, now_s)
+            else:
+                return f"engine {engine_id!r} is not known any more"
+        state = f"{seen.state} ({seen.reason})" if seen.reason is not None else seen.state
+        backoff = f", to be asked again in {seen.retry_in_s:.1f} s" if seen.retry_in_s else ""
+        error = f", last error: {seen.last_error}" if seen.last_error else ""
+        which = "" if rank == ONLY_RANK else f" rank (pp, tp) {rank}"
+        return f"engine {engine_id!r}{which} is {state}{backoff}{error}"
+
     def transitions(self) -> list[Transition]:
         """The last state changes, oldest first, at most :data:`TRACE_LENGTH`."""
         with self._lock:

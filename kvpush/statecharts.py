@@ -277,17 +277,28 @@ def _read(path: Path) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """``0``: all is current; ``1``: ``--check`` found stale files, or a page has lost its markers."""
+    """``0``: all is current; ``1``: ``--check`` found stale files, or a page has lost its markers; ``2``: there is no
+    directory to check."""
     parser = argparse.ArgumentParser(prog="kvpush statecharts", description="docs/statecharts from the lifecycles")
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--write", action="store_true", help="bring pages and pictures up to date")
     mode.add_argument("--check", action="store_true", help="exit 1 and name the files that are not")
     parser.add_argument("--directory", type=Path, default=DEFAULT_DIRECTORY, help="default: %(default)s")
     options = parser.parse_args(argv)
+    if options.check and not options.directory.is_dir():
+        return _say(
+            f"kvpush statecharts: error: {options.directory} is not there, so there is nothing to check; the pages are "
+            f"part of kvpush's source tree, not of an installed package: give --directory DOCS/statecharts",
+            is_error=True,
+            code=2,
+        )
     try:
         paths = write(options.directory) if options.write else stale_files(options.directory)
     except MarkersMissing as exc:
         return _say(f"{exc}", is_error=True)
+    except OSError as exc:
+        text = f"kvpush statecharts: error: --directory {options.directory}: {exc.strerror}"
+        return _say(text, is_error=True, code=2)
     if options.write:
         return _say("\n".join(f"wrote {path}" for path in paths) or "all statecharts are current")
     if paths:
@@ -295,9 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _say("all statecharts are current")
 
 
-def _say(text: str, *, is_error: bool = False) -> int:
+def _say(text: str, *, is_error: bool = False, code: int = 1) -> int:
     (sys.stderr if is_error else sys.stdout).write(text + "\n")
-    return 1 if is_error else 0
+    return code if is_error else 0
 
 
 if __name__ == "__main__":

@@ -125,6 +125,18 @@ class Cancel(_Message, frozen=True, tag=True):
     reason: Reason
 
 
+class Withdraw(_Message, frozen=True, tag=True):
+    """A receive ended before its ``Register`` could be sent: a push that waits for it would wait in vain.
+
+    It counts where that registration would have counted, and nowhere else. Nothing was granted, so nothing answers.
+    """
+
+    transfer_id: Id
+    epoch: Serial
+    code: FailureCode
+    reason: Reason
+
+
 class Renew(_Message, frozen=True, tag=True):
     """Requests for these transfers still queue at the sender: keep their blocks. Grants one more lease, never less."""
 
@@ -208,7 +220,7 @@ class Goodbye(_Message, frozen=True, tag=True):
     reason: Reason
 
 
-ToPrefill = Hello | Metadata | MetadataUnavailable | Register | Cancel | Renew | Heartbeat | Goodbye
+ToPrefill = Hello | Metadata | MetadataUnavailable | Register | Cancel | Withdraw | Renew | Heartbeat | Goodbye
 ToDecode = Welcome | Refused | MetadataRequest | Writing | Failed | Drained | Heartbeat | Goodbye
 Message = ToPrefill | ToDecode
 

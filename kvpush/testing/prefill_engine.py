@@ -42,6 +42,7 @@ class PrefillEngine(Engine):
         self.address = address
         self.memory.fill(range(num_blocks), SCRIBBLE)
         self.pushes: list[Push] = []
+        self.warnings: list[str] = []  # logged
         self._open: dict[str, Push] = {}
         self._held: dict[str, deque[Push]] = {}
         self._owners: dict[int, Push] = {}  # block -> the push that it is lent to
@@ -230,6 +231,8 @@ class PrefillEngine(Engine):
             match effect:
                 case prefill_effects.Emit():
                     self._take(effect.event)
+                case prefill_effects.Warn():
+                    self.warnings.append(effect.text)
                 case prefill_effects.Send():
                     queue.extend(self._send(effect))
                 case prefill_effects.PostWrite():

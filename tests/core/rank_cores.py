@@ -21,6 +21,8 @@ from kvpush.registry import Registry
 LAYERS = ("a", "b")
 BLOCKS = 16
 TOTAL_HEADS = 4
+ALONE = Share()
+ALL_LAYERS = range(len(LAYERS))
 
 
 def make_cache(share, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, blocks=BLOCKS):
@@ -51,7 +53,7 @@ class Other:
 class Prefill:
     """A prefill rank's core, and everything that it asked for so far."""
 
-    def __init__(self, share=Share(), *, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, **settings):
+    def __init__(self, share=ALONE, *, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, **settings):
         self.now_s = 100.0
         config = make_config(**settings)
         self.tensors, spec, self.geometry = make_cache(share, layers, total_heads, tokens)
@@ -161,7 +163,7 @@ def register(transfer_id, epoch, block_ids, *, first_block=0, num_tokens=0, rema
 class Decode:
     """A decode rank's core, and everything that it asked for so far."""
 
-    def __init__(self, share=Share(), *, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, **settings):
+    def __init__(self, share=ALONE, *, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, **settings):
         self.now_s = 100.0
         config = make_config(**settings)
         self.tensors, spec, self.geometry = make_cache(share, layers, total_heads, tokens)
@@ -206,12 +208,10 @@ class Decode:
             self.do(self.core.link_opened(self.dialled[address_of(other)], self.now_s))
             self.hears(
                 other,
-                wire.Welcome(
-                    theirs.engine_id, theirs.incarnation, theirs.share, theirs.holdings, theirs.agent_name
-                ),
+                wire.Welcome(theirs.engine_id, theirs.incarnation, theirs.share, theirs.holdings, theirs.agent_name),
             )
 
-    def arrives(self, other, epoch, first_slot, num_slots, *, layers=range(len(LAYERS)), agent=None):
+    def arrives(self, other, epoch, first_slot, num_slots, *, layers=ALL_LAYERS, agent=None):
         span = wire.Span(0, layers.start, len(layers), first_slot, num_slots)
         payload = wire.encode_written(wire.Written(epoch, other.identity.rank, 0, (span,)))
         self.do(self.core.notified(agent or other.identity.agent_name, payload, self.now_s))

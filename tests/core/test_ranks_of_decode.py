@@ -1,4 +1,4 @@
-"""A receive from a prefill engine of several ranks: done when the last part of the last rank is there, and not before."""
+"""A receive from a prefill engine of several ranks: done when the last part of the last rank is there, not before."""
 
 from rank_cores import Decode, Other, address_of
 
@@ -259,9 +259,7 @@ def test_a_rank_that_answers_as_another_is_not_believed():
     decode.dialled[address_of(liar)] = decode.dialled[address_of(right)]
     theirs = liar.identity
     decode.do(decode.core.link_opened(decode.dialled[address_of(right)], decode.now_s))
-    decode.hears(
-        right, wire.Welcome("p0", theirs.incarnation, left.identity.share, theirs.holdings, theirs.agent_name)
-    )
+    decode.hears(right, wire.Welcome("p0", theirs.incarnation, left.identity.share, theirs.holdings, theirs.agent_name))
     (end,) = decode.events
     assert (end.outcome, end.code) == ("failed", "incompatible")
 

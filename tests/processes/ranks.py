@@ -141,7 +141,9 @@ class RankCache:
         ratio = 1 if group.is_opaque else (self.layout.logical_tokens or self.layout.tokens) // self.layout.tokens
         return [block * ratio + i for block in block_ids for i in range(ratio)]
 
-    def compute(self, transfer_id: str, group: Group, layers: Sequence[str], first_block: int, ids: Sequence[int]) -> None:
+    def compute(
+        self, transfer_id: str, group: Group, layers: Sequence[str], first_block: int, ids: Sequence[int]
+    ) -> None:
         """Put a transfer's KV into blocks, as prefill does."""
         size = self.tokens_of(group)
         kernel = self.kernel_blocks(group, ids)
@@ -152,7 +154,9 @@ class RankCache:
                 wanted = expected(transfer_id, layer, self.heads(group), group.kv, tokens, group.head_size)
                 self.views[layer][:, block] = wanted
 
-    def wrong(self, transfer_id: str, first_block: Mapping[str, int], ids: Mapping[str, Sequence[int]], end: int) -> list[str]:
+    def wrong(
+        self, transfer_id: str, first_block: Mapping[str, int], ids: Mapping[str, Sequence[int]], end: int
+    ) -> list[str]:
         """Where it is not what a transfer of ``end`` tokens must have left; every other block must hold the canary."""
         problems = []
         for group in self.groups:
@@ -175,7 +179,9 @@ class RankCache:
 
 
 class _RankService:
-    def __init__(self, engine_id: str, groups: Sequence[Group], layout: Layout, rank: tuple[int, int], fill: int) -> None:
+    def __init__(
+        self, engine_id: str, groups: Sequence[Group], layout: Layout, rank: tuple[int, int], fill: int
+    ) -> None:
         self.groups = {group.name: group for group in groups}
         self.cache = RankCache(groups, layout, rank, fill)
         self.engine_id = engine_id
@@ -208,7 +214,7 @@ class PrefillRank(_RankService):
     def address(self) -> tuple[str, int]:
         return self.side.address
 
-    def push(self, transfer_id, first_block: Mapping[str, int], ids: Mapping[str, Sequence[int]], **options: Any) -> None:
+    def push(self, transfer_id, first_block: Mapping[str, int], ids: Mapping[str, Sequence[int]], **options) -> None:
         """Compute and push; groups of which this stage has no layer are left out."""
         mine = {name: list(each) for name, each in ids.items() if self.cache.held[name]}
         for name, blocks in mine.items():

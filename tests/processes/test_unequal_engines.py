@@ -1,4 +1,4 @@
-"""Engines of different shapes, a process for each rank, real NIXL: every element of the KV cache is where it must be."""
+"""Engines of different shapes, a process for each rank, real NIXL: every element of the KV cache is in its place."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ CASES = {
     "d10 tp 4 to 2 with 2 heads": Case(Layout(tp_size=4), Layout(tp_size=2), (TWO_HEADS,)),
     "tp 4 to 1 with 2 heads: two ranks write nothing": Case(Layout(tp_size=4), Layout(), (TWO_HEADS,)),
     "d10 tp 1 to 4 with 2 heads: copies at decode": Case(Layout(), Layout(tp_size=4), (TWO_HEADS,)),
-    "latent attention, 1 to 2: every copy is written": Case(Layout(order="BND"), Layout(tp_size=2, order="BND"), (LATENT,)),
+    "latent attention, 1 to 2: every copy is written": Case(
+        Layout(order="BND"), Layout(tp_size=2, order="BND"), (LATENT,)
+    ),
     "pp 2 to 1": Case(Layout(stages=HALVES), Layout()),
     "pp 1 to 2": Case(Layout(), Layout(stages=HALVES)),
     "pp 2 to 2, cut elsewhere, and tp 2 to 1": Case(
@@ -122,7 +124,10 @@ def expect(case, decode, source, transfer_id):
 def push(case, prefill, transfer_id):
     firsts, ids = block_lists(case.groups, case.prefill, case.num_tokens)
     for chunk in range(case.chunks):
-        parts = {name: slice(len(each) * chunk // case.chunks, len(each) * (chunk + 1) // case.chunks) for name, each in ids.items()}
+        parts = {
+            name: slice(len(each) * chunk // case.chunks, len(each) * (chunk + 1) // case.chunks)
+            for name, each in ids.items()
+        }
         some = {name: each[parts[name]] for name, each in ids.items()}
         starts = {name: firsts[name] + parts[name].start for name in ids}
         last = chunk == case.chunks - 1

@@ -1,5 +1,6 @@
 """The documentation claims only what the code does: its code runs, its tables are the code's, its links lead on."""
 
+import ast
 import dataclasses
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvpush import Config
+from kvpush.metrics import GAUGES
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
@@ -38,6 +40,24 @@ def test_i5_every_setting_is_documented_with_its_default() -> None:
         for field in dataclasses.fields(Config)
     }
     assert documented == actual
+
+
+def counted_keys() -> set[str]:
+    """Every key that a counter of the package can have, ``<name>`` in place of what is filled in."""
+    keys = set()
+    for path in (ROOT / "kvpush").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("counters"):
+                keys.add(re.sub(r"\{[^}]*?(\w+)\}", r"<\1>", ast.unparse(node.slice).removeprefix("f").strip("'\"")))
+    return keys
+
+
+def test_i5_every_key_of_stats_is_documented() -> None:
+    page = (ROOT / "docs" / "observability.md").read_text()
+    table = page[page.index("## `stats()`") : page.index("## Prometheus")]
+    documented = re.findall(r"^\| `([^`]+)` \|", table, flags=re.MULTILINE)
+    assert len(documented) == len(set(documented))
+    assert set(documented) == counted_keys() | GAUGES.keys() | {"internal_errors"}
 
 
 def test_i5_modules_named_by_the_architecture_page_exist() -> None:

@@ -21,6 +21,7 @@ ORDER = [
     "events",
     "timers",
     "tombstones",
+    "namesakes",
     "endpoint",
     "parallel",
     "wire",

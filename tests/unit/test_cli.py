@@ -80,10 +80,22 @@ def test_help(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--prompts", "/does/not/exist"], "/does/not/exist: No such file"),
         (["demo", "--prompt", " "], "--prompt is empty"),
         (["demo", "--hf", "/does/not/exist"], "--hf /does/not/exist: no such directory"),
+        (["bench", "push", "--json", "/does/not/exist.json"], "there is no folder /does/not"),
+        (["bench", "push", "--json", "/tmp"], "/tmp: this is a folder"),
+        (["statecharts", "--check", "--directory", "/does/not/exist"], "part of kvpush's source tree"),
+        (["statecharts", "--write", "--directory", "/dev/null/x"], "--directory /dev/null/x: Not a directory"),
     ],
 )
 def test_a_users_mistake_is_one_line(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert part in error_of(capsys, *argv)
+
+
+@pytest.mark.nixl
+def test_a_device_that_is_not_there_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "push", "--quick", "--only", "own-time", "--net-devices", "nope0"]
+    assert main(argv) == 2
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("kvpush: error: ") and "NET_DEVICES=nope0" in last
 
 
 def test_a_file_without_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

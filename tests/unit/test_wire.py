@@ -25,6 +25,7 @@ TO_PREFILL: list[wire.ToPrefill] = [
     wire.MetadataUnavailable(3, FailureCode.not_ready, "no memory yet"),
     wire.Register("t1", 7, (wire.Want("kv", 2, wire.pack_block_ids(np.array([7, 8, 2])), 70),), 5000),
     wire.Cancel("t1", 7, FailureCode.deadline, "too late"),
+    wire.Withdraw("t1", 7, FailureCode.deadline, "too late"),
     wire.Renew(["t1", "t2"]),
     wire.Heartbeat(),
     wire.Goodbye("closing"),
@@ -190,6 +191,10 @@ GOLDEN = {
         "85a474797065a643616e63656cab7472616e736665725f6964a27431a565706f636807a4636f6465a8646561646c696e"
         "65a6726561736f6ea8746f6f206c617465"
     ),
+    "Withdraw": (
+        "85a474797065a85769746864726177ab7472616e736665725f6964a27431a565706f636807a4636f6465a8646561646c"
+        "696e65a6726561736f6ea8746f6f206c617465"
+    ),
     "Renew": "82a474797065a552656e6577ac7472616e736665725f69647392a27431a27432",
     "Heartbeat": "81a474797065a9486561727462656174",
     "Goodbye": "82a474797065a7476f6f64627965a6726561736f6ea7636c6f73696e67",
@@ -315,6 +320,7 @@ LEGAL_REPLACEMENTS = {
     ("Metadata", "geometry"),
     ("MetadataUnavailable", "reason"),  # ""
     ("Cancel", "reason"),
+    ("Withdraw", "reason"),
     ("Failed", "reason"),
     ("Refused", "reason"),
     ("Goodbye", "reason"),

@@ -21,6 +21,7 @@ import torch
 
 from kvpush.cli.bench.bare_nixl import BareReader
 from kvpush.config import Config
+from kvpush.errors import ConfigurationError
 from kvpush.events import Outcome, PushFinished, ReceiveFinished
 from kvpush.layout import KVCacheSpec
 from kvpush.pusher import PrefillPusher
@@ -68,13 +69,15 @@ class DecodeProcess:
         self._pipe.send((name, args))
 
     def result(self) -> Any:
-        """The answer of the call that was started. Raises :class:`BenchError`."""
+        """The answer of the call that was started. Raises :class:`BenchError`, and what the user got wrong."""
         if not self._pipe.poll(ANSWER_TIMEOUT_S):
             raise BenchError(f"the decode process did not answer within {ANSWER_TIMEOUT_S:g} s")
         try:
             is_ok, answer = self._pipe.recv()
         except EOFError:
             raise BenchError("the decode process ended") from None
+        if isinstance(answer, ConfigurationError):  # what the command line said, such as a device that is not there
+            raise answer
         if not is_ok:
             raise BenchError(f"the decode process failed:\n{answer}")
         return answer
@@ -116,6 +119,8 @@ def _serve(pipe: multiprocessing.connection.Connection) -> None:
             name, args = request
             try:
                 answer = True, getattr(decode, name)(*args)
+            except ConfigurationError as exc:
+                answer = False, exc
             except Exception:  # noqa: BLE001  # told to the other process, which decides
                 answer = False, traceback.format_exc()
             pipe.send(answer)

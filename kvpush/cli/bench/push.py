@@ -67,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print. Exits with 1 when a measurement could not be made."""
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigurationError(f"--json {args.json}: there is no folder {args.json.parent}")
+    if args.json is not None and args.json.is_dir():
+        raise ConfigurationError(f"--json {args.json}: this is a folder; name a file")
     sizes = QUICK if args.quick else Sizes()
     config = Config(net_devices=args.net_devices)
     command = "kvpush bench push" + (" --quick" if args.quick else "")
