@@ -123,18 +123,20 @@ class PairMachine(RuleBasedStateMachine):
         transfer_id=IDS,
         name=DECODES,
         count=COUNTS,
-        cancel=st.sampled_from(["", "prefill", "decode"]),
+        end=st.sampled_from(["", "prefill cancels", "decode cancels", "it fails"]),
         step_s=st.sampled_from(STEPS_S),
     )
-    def transfer_up_to_the_write(self, transfer_id, name, count, cancel, step_s):
+    def transfer_up_to_the_write(self, transfer_id, name, count, end, step_s):
         self.world.heal()
         self.world.hold_writes = True
         self.transfer(transfer_id, name, count)
         self.world.advance(0.02)
-        if cancel == "prefill":
+        if end == "prefill cancels":
             self.cancel_on_prefill(transfer_id)
-        elif cancel == "decode":
+        elif end == "decode cancels":
             self.cancel_on_decode(transfer_id, name)
+        elif end == "it fails" and self.world.writes:
+            self.world.fail_write(self.world.writes[-1], disconnected=True)
         self.world.advance(step_s)
 
     @rule(
@@ -144,9 +146,9 @@ class PairMachine(RuleBasedStateMachine):
         is_fenced=st.booleans(),
         num_chunks=st.integers(1, 3),
         pause_s=st.sampled_from([0.0, 0.02]),
-        is_cancelled=st.booleans(),
+        end=st.sampled_from(["", "prefill cancels", "decode cancels"]),
     )
-    def transfer_up_to_a_further_chunk(self, transfer_id, name, count, is_fenced, num_chunks, pause_s, is_cancelled):
+    def transfer_up_to_a_further_chunk(self, transfer_id, name, count, is_fenced, num_chunks, pause_s, end):
         self.world.heal()
         self.expect(transfer_id, name, count + num_chunks - 1, 0)
         self.push(transfer_id, count, last=False, is_fenced=False)
@@ -154,8 +156,10 @@ class PairMachine(RuleBasedStateMachine):
             self.world.advance(pause_s)
             self.push_more(transfer_id, 1, last=chunk == num_chunks - 2, is_fenced=is_fenced)
         self.world.advance(0.02)
-        if is_cancelled:
+        if end == "prefill cancels":
             self.cancel_on_prefill(transfer_id)
+        elif end == "decode cancels":
+            self.cancel_on_decode(transfer_id, name)
 
     @precondition(lambda self: self.fenced)
     @rule(index=PICKS)
