@@ -70,6 +70,7 @@ class Simulation:
         setup = scenario.setup
         self.scenario = scenario
         self.world = World(scenario.seed, setup.config)
+        self.world.write_latency_s = setup.write_latency_s
         self.ambush = faults.Ambush(self)
         self.world.observers += [*observers, *all_checkers(self.world), self.ambush]
         self.result = Result(scenario.seed)
