@@ -468,14 +468,8 @@ MOMENTS = (
 )
 
 
-FREEZING_MOMENTS = (
-    "sent MetadataRequest",
-    "sent MetadataRequest",
-    "handled Register",
-    "posted",
-    "landed",
-    "sent Failed",
-)
+# Mostly in the middle of a handshake: when the engine wakes, the answer comes before the timers that have run out.
+FREEZING_MOMENTS = (*["sent MetadataRequest"] * 4, "handled Register", "posted", "landed", "sent Failed")
 
 
 class Ambush(Observer):
@@ -550,13 +544,13 @@ def frozen_at_worst(run: Simulation, numbers: Sequence[int]) -> bool:
 
     def strike(transfer_id: str) -> None:
         victim: Engine | None = run.decode(numbers[1])
-        if numbers[2] % 2 and not run.scenario.setup.has_bystander:
+        if numbers[2] % 4 and not run.scenario.setup.has_bystander:
             victim = run.prefill(numbers[3])
         if victim is not None:
             run.count("frozen_at_worst")
             run.world.struck("frozen_at_worst", victim.engine_id)
             victim.freeze()
-            run.world.schedule((0.9, 1.8, 3.0, 6.0)[numbers[4] % 4], partial(_thaw, victim, 0.0))
+            run.world.schedule((0.9, 3.0, 3.0, 6.0)[numbers[4] % 4], partial(_thaw, victim, 0.0))
 
     run.ambush.waiting.append((FREEZING_MOMENTS[numbers[0] % len(FREEZING_MOMENTS)], strike))
     return False  # counted when it strikes

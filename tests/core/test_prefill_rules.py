@@ -743,3 +743,19 @@ def test_rule18_close_ends_everything_at_once_when_nothing_is_in_flight():
     world.settle(1)
     assert {receive.code for receive in receives} == {"closing"}
     assert prefill.core.gauges()["links"] == 0
+
+
+def test_what_was_registered_over_a_link_ends_with_it_in_the_order_of_registration():
+    """The same run ends them in the same order in every process, whatever strings hash to there."""
+    world, prefill, decode = make_connected()
+    names = [f"t{i}" for i in range(12)]
+    for i, name in enumerate(names):
+        decode.expect(name, [i], prefill)
+        prefill.push(name, [i], fenced=True)
+        world.advance(SOON_S)
+    ended = []
+    take = prefill._take
+    prefill._take = lambda event: (ended.append(event.transfer_id), take(event))
+    world.network.cut("p0", "d0")
+    world.advance(SOON_S)
+    assert ended == names
