@@ -9,13 +9,20 @@ TORCH := 2.13.0
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test soak lint statecharts bench clean
+.PHONY: demo test sim soak lint statecharts bench clean
 
 demo: $(STAMP)
 	$(BIN)/kvpush demo $(DEMO)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest $(PYTEST)
+
+# many more seeds of the simulation that `make test` runs 500 of; make sim SEEDS=20000 START=500 WORKERS=2
+SEEDS ?= 2000
+START ?= 0
+WORKERS ?= 2
+sim: $(STAMP)
+	$(BIN)/python -m kvpush.testing sim --seeds $(SEEDS) --start $(START) --workers $(WORKERS)
 
 # SOAK_S=60 SEED=7 make soak: the same faults again, as far as a seed can tell
 soak: $(STAMP)

@@ -653,13 +653,12 @@ class DecodeCore:
         """Which of our layers no stage of prefill holds, or two: known once every stage has said what it holds."""
         if not all(leg.holdings for leg in receive.legs.values()):
             return None
-        wanted = {place.group for place in receive.places}
         stages: dict[tuple[str, str], set[int]] = {}
         for leg in receive.legs.values():
             for held in leg.holdings:
                 for layer in held.layers:
                     stages.setdefault((held.group, layer), set()).add(leg.rank[0])
-        ours = [(group, layer) for group in wanted for layer in sorted(self._layers[group])]
+        ours = [(place.group, layer) for place in receive.places for layer in sorted(self._layers[place.group])]
         missing = [repr(layer) for group, layer in ours if (group, layer) not in stages]
         double = [repr(layer) for group, layer in ours if len(stages.get((group, layer), ())) > 1]
         for what, layers in (("no stage of it holds", missing), ("more than one stage of it holds", double)):

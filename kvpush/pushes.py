@@ -46,7 +46,8 @@ class Link:
     readers: frozenset[Rank]  # the ranks of its engine that this rank writes to, it among them
     terms: Mapping[str, GroupTerms]  # by group
     generation: int | None = None
-    transfer_ids: set[str] = field(default_factory=set)  # registered over it and not ended
+    # registered over it and not ended, oldest first: a set of strings would end them in another order in every process
+    transfer_ids: dict[str, None] = field(default_factory=dict)
     num_blocks: int = 0  # block ids in these registrations
 
     @property

@@ -50,7 +50,7 @@ class Registrations:
 
     def admit(self, registration: Registration) -> None:
         """It takes its place, until :meth:`end`."""
-        registration.link.transfer_ids.add(registration.transfer_id)
+        registration.link.transfer_ids[registration.transfer_id] = None
         self._owners.pop(registration.transfer_id, None)
         self._count_blocks(registration, registration.num_blocks)
 
@@ -62,7 +62,7 @@ class Registrations:
         registration.is_over = True
         if self.find(registration.transfer_id, registration.rank) is registration:
             self._remove(registration)
-        registration.link.transfer_ids.discard(registration.transfer_id)
+        registration.link.transfer_ids.pop(registration.transfer_id, None)
         self._count_blocks(registration, -registration.num_blocks)
 
     def remember_end(self, registration: Registration) -> None:

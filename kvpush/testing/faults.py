@@ -165,17 +165,22 @@ def handshake_late(run: Simulation, numbers: Sequence[int]) -> bool:
     kinds = (wire.Metadata, wire.Metadata, wire.MetadataRequest, wire.Welcome)
     span_s = (0.75, 1.0, 1.2)[numbers[3] % 3]
     path = {run.target(numbers[0]).name, run.source(numbers[1]).name}
-    kind, is_armed = kinds[numbers[2] % len(kinds)], [True]
+    kind, num_held = kinds[numbers[2] % len(kinds)], [0]
+    until_the_next = bool(numbers[4] % 2)
 
     def hold(message: InTransit) -> bool:
-        fits = {message.sender, message.receiver} == path and isinstance(decoded(message.frames), kind)
-        if not fits or not is_armed[0]:
+        if {message.sender, message.receiver} != path or not isinstance(decoded(message.frames), kind):
             return False
-        is_armed[0] = False
-        run.count("handshake_late")
-        run.world.struck("handshake_late", f"{kind.__name__}, {message.sender} to {message.receiver}, {span_s:g} s")
-        run.world.schedule(span_s, run.world.network.release)
-        return True
+        num_held[0] += 1
+        if num_held[0] == 1:
+            run.count("handshake_late")
+            how = "until the next one" if until_the_next else f"for {span_s:g} s"
+            run.world.struck("handshake_late", f"{kind.__name__}, {message.sender} to {message.receiver}, {how}")
+        if until_the_next and num_held[0] == 2:
+            run.world.schedule(0.0, run.world.network.release)  # both, in either order
+        elif not until_the_next:
+            run.world.schedule(span_s, run.world.network.release)
+        return num_held[0] == 1 or until_the_next
 
     run.world.network.hold = hold
     return False
@@ -449,6 +454,8 @@ def nixl_refuses(run: Simulation, numbers: Sequence[int]) -> bool:
 
 MOMENTS = (
     "posted",
+    "posted",
+    "posted",
     "landed",
     "ended",
     "emitted",
@@ -461,6 +468,10 @@ MOMENTS = (
     "sent Cancel",
     "sent MetadataRequest",
 )
+
+
+# Mostly in the middle of a handshake: when the engine wakes, the answer comes before the timers that have run out.
+FREEZING_MOMENTS = (*["sent MetadataRequest"] * 4, "handled Register", "posted", "landed", "sent Failed")
 
 
 class Ambush(Observer):
@@ -534,14 +545,16 @@ def frozen_at_worst(run: Simulation, numbers: Sequence[int]) -> bool:
     """An engine freezes just when something else happens, and wakes up with everything overdue at once."""
 
     def strike(transfer_id: str) -> None:
-        victim = _victim(run, numbers[1:])
+        victim: Engine | None = run.decode(numbers[1])
+        if numbers[2] % 4 and not run.scenario.setup.has_bystander:
+            victim = run.prefill(numbers[3])
         if victim is not None:
             run.count("frozen_at_worst")
             run.world.struck("frozen_at_worst", victim.engine_id)
             victim.freeze()
-            run.world.schedule(_span(numbers[4]), partial(_thaw, victim, 0.0))
+            run.world.schedule((0.9, 3.0, 3.0, 6.0)[numbers[4] % 4], partial(_thaw, victim, 0.0))
 
-    run.ambush.waiting.append((MOMENTS[numbers[0] % len(MOMENTS)], strike))
+    run.ambush.waiting.append((FREEZING_MOMENTS[numbers[0] % len(FREEZING_MOMENTS)], strike))
     return False  # counted when it strikes
 
 

@@ -81,6 +81,7 @@ class Setup:
     has_bystander: bool  # the last decode engine is spared by every fault, and must not notice any
     num_transfers: int  # ids in use, so few that uses of one collide
     clock_offsets_s: tuple[float, ...]
+    write_latency_s: tuple[float, float]
 
     def __str__(self) -> str:
         changed = [
@@ -89,9 +90,9 @@ class Setup:
             if getattr(self.config, item.name) != getattr(CONFIG, item.name)
         ]
         bystander = ", the last of them a bystander" if self.has_bystander else ""
-        return (
-            f"{self.num_prefill} prefill, {self.num_decode} decode{bystander}; {', '.join(changed) or 'usual settings'}"
-        )
+        low_s, high_s = self.write_latency_s
+        engines = f"{self.num_prefill} prefill, {self.num_decode} decode{bystander}"
+        return f"{engines}; WRITEs take {low_s:g} to {high_s:g} s; {', '.join(changed) or 'usual settings'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,4 +147,6 @@ def _drawn_setup(rng: random.Random) -> Setup:
         changes["max_in_flight_bytes"] = 128
     offsets = tuple(rng.choice([0.0, 0.0, 1e6, -900.0]) for _ in range(num_prefill + num_decode))
     config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
-    return Setup(num_prefill, num_decode, config, has_bystander, rng.randint(2, 6), offsets)
+    # the longer a WRITE takes, the more happens meanwhile
+    latency_s = rng.choice([(0.0001, 0.001), (0.001, 0.02), (0.01, 0.2)] + [(0.1, 1.0)] * (not has_bystander))
+    return Setup(num_prefill, num_decode, config, has_bystander, rng.randint(2, 6), offsets, latency_s)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvpush.config import HoldPolicy
+from kvpush.errors import FailureCode
 from kvpush.events import Outcome
 from kvpush.lifecycle import State
 from kvpush.prefill import REGISTRATION_GRACE_S
@@ -38,6 +39,9 @@ ACTIONS: dict[str, Action] = {action.name: action for action in [*callers.ACTION
 
 MAX_STEPS_TO_SETTLE = 20_000  # events until everything has come to rest, with faults off
 MAX_REST_STEPS_PER_S = 20  # of one link that nobody uses: heartbeats, and their timers
+
+
+_FORSAKEN = (FailureCode.engine_dropped, FailureCode.superseded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class Simulation:
         setup = scenario.setup
         self.scenario = scenario
         self.world = World(scenario.seed, setup.config)
+        self.world.write_latency_s = setup.write_latency_s
         self.ambush = faults.Ambush(self)
         self.world.observers += [*observers, *all_checkers(self.world), self.ambush]
         self.result = Result(scenario.seed)
@@ -231,6 +236,13 @@ class Simulation:
             for prefill in list(self.prefills):
                 prefill.close()
                 self.restart(prefill)
+        self.world.run_for(self.bound_s, until=lambda: all(account.is_free for account in self.world.accounts))
+        for decode in list(self.decodes):
+            held = [receive for receive in decode.receives if not receive.is_free]
+            # decode asks no engine again that was dropped or superseded, so nothing but its own end proves these quiet
+            if held and all(receive.code in _FORSAKEN for receive in held):
+                decode.close()
+                self.restart(decode)
 
     def _rest(self) -> None:
         """Nobody calls. Empty registrations time out, idle engines are evicted, and nothing is left."""

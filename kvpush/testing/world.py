@@ -88,6 +88,7 @@ class World:
         self.by_agent: dict[str, Engine] = {}
         self.hold_writes = False  # new WRITEs land only when the test says so
         self.stalling: set[str] = set()  # engine ids of decode to which new WRITEs stall
+        self.write_latency_s = LATENCY_S
         self.write_fate: Callable[[FakeWrite], bool] | None = None  # told of each new WRITE; True: it sees to its end
         self.num_steps = 0  # events carried out so far
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -213,13 +214,13 @@ class World:
         """An engine's process is gone."""
         self._alive.remove(engine)
 
-    def _latency_s(self, one: str, other: str) -> float:
+    def _latency_s(self, one: str, other: str, limits_s: tuple[float, float] = LATENCY_S) -> float:
         """Every path has random numbers of its own, so that a run without one fault is like the run with it
         everywhere else."""
         path = (one, other) if one < other else (other, one)
         if path not in self._latencies:
             self._latencies[path] = random.Random(f"{self.seed} latency {path}")
-        return self._latencies[path].uniform(*LATENCY_S)
+        return self._latencies[path].uniform(*limits_s)
 
     def _travelled(self, message: InTransit, fate: str) -> None:
         for observer in self.observers:
@@ -260,7 +261,8 @@ class World:
     def finish_soon(self, write: FakeWrite) -> None:
         """As :meth:`finish`, after the time that a WRITE takes."""
         grant = self.oracle.grants[write]
-        self.schedule(self._latency_s(grant.source.engine_id, grant.sink.engine_id), partial(self.finish, write))
+        path = f"WRITE {grant.source.engine_id}", grant.sink.engine_id
+        self.schedule(self._latency_s(*path, self.write_latency_s), partial(self.finish, write))
 
     def finish(self, write: FakeWrite) -> None:
         """The WRITE lands and its writer can see the end, unless something holds it up."""

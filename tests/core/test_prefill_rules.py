@@ -1,6 +1,7 @@
 """What prefill's core decides by itself: lines, limits, leases, and what it makes of peers that do not play along."""
 
 import ast
+import tracemalloc
 from pathlib import Path
 
 import msgspec.structs
@@ -18,6 +19,7 @@ from core_worlds import (
     make_world,
     only_engine,
     register,
+    replace,
     run_to_the_end,
     states,
 )
@@ -751,3 +753,54 @@ def test_rule18_close_ends_everything_at_once_when_nothing_is_in_flight():
     world.settle(1)
     assert {receive.code for receive in receives} == {"closing"}
     assert prefill.core.gauges()["links"] == 0
+
+
+def test_what_was_registered_over_a_link_ends_with_it_in_the_order_of_registration():
+    """The same run ends them in the same order in every process, whatever strings hash to there."""
+    world, prefill, decode = make_connected()
+    names = [f"t{i}" for i in range(12)]
+    for i, name in enumerate(names):
+        decode.expect(name, [i], prefill)
+        prefill.push(name, [i], fenced=True)
+        world.advance(SOON_S)
+    ended = []
+    take = prefill._take
+    prefill._take = lambda event: (ended.append(event.transfer_id), take(event))
+    world.network.cut("p0", "d0")
+    world.advance(SOON_S)
+    assert ended == names
+
+
+# --- block sizes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 4], ids=["shorter", "longer"])
+def test_rule19_block_sizes_that_the_metadata_contradicts_move_nothing(tokens):
+    """Hello says how blocks are cut into slots, the geometry where they are: a slot of the one is none of the other,
+    and would be read from another transfer's block."""
+    world, prefill, decode = make_pair()
+    world.network.tamper = replace(
+        wire.Hello, lambda hello: msgspec.structs.replace(hello, block_sizes_tokens={"kv": tokens})
+    )
+    prefill.push("another's", [5, 6, 7])
+    receive, push = decode.expect("t", [7, 8, 9, 10], prefill), prefill.push("t", [2, 3, 0, 1])
+    run_to_the_end(world)  # the oracle sees whose blocks are read
+    assert push.outcome == receive.outcome == "failed"
+    assert prefill.transport.counts.writes_posted == 0
+    assert push.code in ("incompatible", "bad_metadata")
+
+
+def test_rule19_a_block_of_millions_of_tokens_costs_no_memory_to_hear_of():
+    world, prefill, decode = make_pair()
+    world.network.tamper = replace(
+        wire.Hello, lambda hello: msgspec.structs.replace(hello, block_sizes_tokens={"kv": 2 * 10**7})
+    )
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    tracemalloc.start()
+    try:
+        run_to_the_end(world)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 8 << 20

@@ -146,11 +146,14 @@ def test_links_of_the_pages_lead_somewhere():
 
 
 def test_write_makes_what_check_wants(tmp_path, capsys):
-    charts = tmp_path / "charts"
-    assert main(["--check", "--directory", str(charts)]) == 1
+    empty, charts = tmp_path / "empty", tmp_path / "charts"
+    empty.mkdir()
+    assert main(["--check", "--directory", str(empty)]) == 1
     complaint = capsys.readouterr().err
-    assert f"{charts / 'engine.md'} is stale; run: {COMMAND}" in complaint
+    assert f"{empty / 'engine.md'} is stale; run: {COMMAND}" in complaint
     assert len(complaint.splitlines()) == 2 * len(LIFECYCLES)
+    assert main(["--check", "--directory", str(charts)]) == 2  # nothing to check is not the same as stale pages
+    assert f"{charts} is not there" in capsys.readouterr().err
     assert main(["--write", "--directory", str(charts)]) == 0
     assert main(["--check", "--directory", str(charts)]) == 0
     assert main(["--write", "--directory", str(charts)]) == 0
