@@ -29,6 +29,8 @@ from kvpush.rows import MAX_SEGMENTS, Indices, Rows, rows_at
 # before tokens on one side and tokens before heads on the other, would take longer than computing the block again.
 MIN_TILE_BYTES = 1024
 
+MAX_SLOTS_PER_BLOCK = 4096  # a push lists slots: a peer's block size must not decide how many there are
+
 _MAX_ROWS = 2**20  # of one side: 40 MB, and more than any model needs; a peer's numbers must not decide on more
 _NO_ROWS: Rows = np.empty((0, 5), dtype=np.uint64)
 _NO_FIRSTS: Indices = np.empty((0, 1), dtype=np.int32)
@@ -188,8 +190,14 @@ def _idle(ours: GroupGeometry, theirs: GroupGeometry | None) -> GroupPlan:
 
 
 def _slots_per_block(ours: GroupGeometry, theirs: GroupGeometry) -> tuple[int, int]:
-    slot_tokens = math.gcd(ours.block_size_tokens, theirs.block_size_tokens)
-    return ours.block_size_tokens // slot_tokens, theirs.block_size_tokens // slot_tokens
+    here, there = ours.block_size_tokens, theirs.block_size_tokens
+    slot_tokens = math.gcd(here, there)
+    if max(here, there) // slot_tokens > MAX_SLOTS_PER_BLOCK:
+        raise Incompatible(
+            f"group {ours.name!r}: blocks of {here} tokens here, of {there} at the peer: {slot_tokens} tokens in common "
+            f"make more than {MAX_SLOTS_PER_BLOCK} slots a block"
+        )
+    return here // slot_tokens, there // slot_tokens
 
 
 class _Pieces(NamedTuple):

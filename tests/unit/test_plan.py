@@ -503,10 +503,20 @@ def test_the_largest_index_fits_and_one_more_row_is_refused():
         assert caught.value.code is FailureCode.bad_blocks
 
 
-@pytest.mark.parametrize("tokens", [2**21, 2**31 - 1, 2**60])
-def test_a_peer_s_numbers_do_not_decide_how_much_memory_a_plan_takes(tokens):
-    with pytest.raises(Failure, match="rows") as caught:
+@pytest.mark.parametrize("tokens", [4097, 2**31 - 1, 2**60])
+def test_d9_a_peer_s_block_size_does_not_decide_how_many_slots_there_are(tokens):
+    pair(vast(1), vast(1, tokens=4096))
+    with pytest.raises(Incompatible, match=f"blocks of 1 tokens here, of {tokens} at the peer"):
         pair(vast(1), vast(1, tokens=tokens))
+
+
+def test_rows_are_bounded():
+    source, target = caches("NBD", N=1024, num_blocks=2, layers=17), caches("NBD", N=1024, num_blocks=2, layers=17)
+    ours, theirs = (geometry_of(tensors, KVCacheSpec("NBD")) for tensors in (source, target))
+    pair(ours, theirs, min_tile_bytes=16)
+    many = [msgspec.structs.replace(ours.groups[0], name=f"g{i}") for i in range(61)]
+    with pytest.raises(Failure, match="1048576 rows") as caught:
+        pair(*(msgspec.structs.replace(side, groups=tuple(many)) for side in (ours, theirs)), min_tile_bytes=16)
     assert caught.value.code is FailureCode.bad_blocks
 
 
