@@ -194,8 +194,8 @@ def _slots_per_block(ours: GroupGeometry, theirs: GroupGeometry) -> tuple[int, i
     slot_tokens = math.gcd(here, there)
     if max(here, there) // slot_tokens > MAX_SLOTS_PER_BLOCK:
         raise Incompatible(
-            f"group {ours.name!r}: blocks of {here} tokens here, of {there} at the peer: {slot_tokens} tokens in common "
-            f"make more than {MAX_SLOTS_PER_BLOCK} slots a block"
+            f"group {ours.name!r}: blocks of {here} tokens here, of {there} at the peer: {slot_tokens} tokens in "
+            f"common make more than {MAX_SLOTS_PER_BLOCK} slots a block"
         )
     return here // slot_tokens, there // slot_tokens
 
