@@ -452,6 +452,18 @@ def test_layers_in_another_order_at_the_peer_are_merged_only_where_both_agree():
     assert kept is not None and also_kept is not None
 
 
+@pytest.mark.parametrize("uneven_side", ["local", "remote"])
+def test_layers_that_touch_in_one_block_only_are_not_merged(uneven_side):
+    """Layer 0 in blocks 0 and 2 of a storage, layer 1 in 1 and 4: neighbours first, apart later."""
+    items = torch.zeros(5 * 32, dtype=torch.int8)
+    sizes, inner = (2, 4, 8), (8, 1)
+    uneven = {"a": items.as_strided(sizes, (64, *inner)), "b": items.as_strided(sizes, (96, *inner), 32)}
+    even = {"a": items.as_strided(sizes, (64, *inner)), "b": items.as_strided(sizes, (64, *inner), 32)}
+    one, other = (geometry_of(tensors, KVCacheSpec("BND")) for tensors in (uneven, even))
+    assert len(pair(other, other).local_rows) == 2 + 1
+    assert len(pair(*((one, other) if uneven_side == "local" else (other, one))).local_rows) == 2
+
+
 def test_layers_apart_are_not_merged():
     assert len(pair(geometry("BKHND"), page_of_layers(layers=2)[1]).local_rows) == 2
     assert len(pair(page_of_layers(layers=2)[1], geometry("BKHND")).local_rows) == 2
