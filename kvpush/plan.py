@@ -23,11 +23,13 @@ from kvpush.blocks import BlockIds
 from kvpush.errors import ConfigurationError, Failure, FailureCode, Incompatible, UsageError
 from kvpush.layout import CacheGeometry, GroupGeometry, LayerGeometry
 from kvpush.parallel import Share, heads_of, written_heads
-from kvpush.rows import MAX_SEGMENTS, Indices, Rows, segments_of
+from kvpush.rows import MAX_SEGMENTS, Indices, Rows, rows_at
 
 # A descriptor costs NIXL 5 to 9 us, as long as moving tens of KiB. Cutting a block into pieces this short, as for heads
 # before tokens on one side and tokens before heads on the other, would take longer than computing the block again.
 MIN_TILE_BYTES = 1024
+
+MAX_SLOTS_PER_BLOCK = 4096  # a push lists slots: a peer's block size must not decide how many there are
 
 _MAX_ROWS = 2**20  # of one side: 40 MB, and more than any model needs; a peer's numbers must not decide on more
 _NO_ROWS: Rows = np.empty((0, 5), dtype=np.uint64)
@@ -37,11 +39,10 @@ _ALONE = Share()
 
 
 class _Tiles(NamedTuple):
-    """Tiles of a group in the order of their rows: the index of each one's first segment, and where that lies here."""
+    """Tiles of a group in the order of their rows: the index of each one's first segment."""
 
     local_firsts: Indices  # shape (tiles, 1)
     remote_firsts: Indices  # likewise
-    addresses: _Bytes  # shape (tiles,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,6 +58,8 @@ class GroupPlan:
     local_num_blocks: int
     remote_num_blocks: int
     num_layers: int
+    _local_row_parts: int  # how many rows a tile has here: one for each slot of a block, or a single one
+    _remote_row_parts: int
     _ends: tuple[int, ...]  # how many tiles the layers up to each one have, from 0
     _ends_bytes: tuple[int, ...]  # the same in bytes
     _tiles: _Tiles  # layer by layer
@@ -74,35 +77,20 @@ class GroupPlan:
     def indices(self, layers: range, local_slots: BlockIds, remote_slots: BlockIds) -> tuple[Indices, Indices]:
         """The segments that move ``local_slots[i]`` into ``remote_slots[i]`` over these local layers, on both sides.
 
-        The slots are equally many, and exist. Both arrays are in the order in which NIXL, which merges neighbours of
-        the list that are neighbours in both memories, finds the most to merge.
+        The slots are equally many, and exist. Both arrays run row by row, which is the order in which NIXL finds the
+        most to merge: it makes one of neighbours of the list that are neighbours in one row on both sides.
         """
-        local = _places(local_slots, self.local_slots_per_block, self.local_num_blocks)
-        remote = _places(remote_slots, self.remote_slots_per_block, self.remote_num_blocks)
-        # Row by row: a tile's neighbour is the same tile of the next slot.
-        if layers == self._all_layers:
-            tiles = self._merged or self._tiles
-            return (tiles.local_firsts + local).reshape(-1), (tiles.remote_firsts + remote).reshape(-1)
-        tiles = self._some_tiles(layers)
-        if not self._layers_touch():
-            return (tiles.local_firsts + local).reshape(-1), (tiles.remote_firsts + remote).reshape(-1)
-        # Slot by slot: these layers have no row in common, but touch within a slot, and NIXL merges them.
-        order = np.argsort(tiles.addresses, kind="stable")
-        return (
-            (tiles.local_firsts[order] + local).T.reshape(-1),
-            (tiles.remote_firsts[order] + remote).T.reshape(-1),
-        )
+        local = _places(local_slots, self._local_row_parts, self.local_num_blocks)
+        remote = _places(remote_slots, self._remote_row_parts, self.remote_num_blocks)
+        tiles = (self._merged or self._tiles) if layers == self._all_layers else self._some_tiles(layers)
+        return (tiles.local_firsts + local).reshape(-1), (tiles.remote_firsts + remote).reshape(-1)
 
     def _some_tiles(self, layers: range) -> _Tiles:
         first, end = (self._ends[layer] for layer in self._bounds(layers))
         if self._merged is not None and end - first == self._ends[-1]:
             return self._merged
         tiles, part = self._tiles, slice(first, end)
-        return _Tiles(tiles.local_firsts[part], tiles.remote_firsts[part], tiles.addresses[part])
-
-    def _layers_touch(self) -> bool:
-        """Whether most tiles touch one of another layer."""
-        return self._merged is not None and 2 * len(self._merged.addresses) <= len(self._tiles.addresses)
+        return _Tiles(tiles.local_firsts[part], tiles.remote_firsts[part])
 
     def _bounds(self, layers: range) -> tuple[int, int]:
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= self.num_layers:
@@ -134,29 +122,29 @@ class PairPlan:
         return self.groups[group].remote_num_blocks
 
 
-def _places(slots: BlockIds, slots_per_block: int, num_blocks: int) -> Indices:
-    """Where slots lie among the segments of a tile: there is a row for each part of a block.
+def _places(slots: BlockIds, row_parts: int, num_blocks: int) -> Indices:
+    """Where slots lie among the segments of a tile: in one row, or in one row for each part of a block.
 
     Added to the index of a tile's first segment, nothing wraps: pair() has checked the largest index there can be.
     """
-    if slots_per_block == 1:
+    if row_parts == 1:
         return slots.astype(np.int32)
-    blocks, parts = np.divmod(slots, slots_per_block)
+    blocks, parts = np.divmod(slots, row_parts)
     parts *= num_blocks
     parts += blocks
     return parts.astype(np.int32)
 
 
 def descriptors_after_merging(plan: PairPlan, local_indices: Indices, remote_indices: Indices) -> int:
-    """How many descriptors NIXL posts for these index arrays: neighbours of the list that are neighbours in both
-    memories become one. A border between two registered ranges keeps two of them apart and is not known here."""
+    """How many descriptors NIXL posts for these index arrays: neighbours of the list that follow each other in one row
+    on both sides, without a gap, become one. Neighbours in memory that belong to different rows do not."""
     if not len(local_indices):
         return 0
-    local, remote = segments_of(plan.local_rows, local_indices), segments_of(plan.remote_rows, remote_indices)
     merges = np.ones(len(local_indices) - 1, dtype=np.bool_)
-    for side in (local, remote):
-        merges &= side.addresses[:-1] + side.lengths_bytes[:-1] == side.addresses[1:]
-        merges &= side.device_ids[:-1] == side.device_ids[1:]
+    for rows, indices in ((plan.local_rows, local_indices), (plan.remote_rows, remote_indices)):
+        at = rows_at(rows, indices)
+        is_dense = rows[:, 1] == rows[:, 3]
+        merges &= (at[:-1] == at[1:]) & (indices[:-1] + 1 == indices[1:]) & is_dense[at[:-1]]
     return len(local_indices) - int(np.count_nonzero(merges))
 
 
@@ -195,15 +183,21 @@ def pair(
 def _idle(ours: GroupGeometry, theirs: GroupGeometry | None) -> GroupPlan:
     """A group in which this rank writes nothing to that one. Its slots are known all the same, if both have it."""
     slots = _slots_per_block(ours, theirs) if theirs else (1, 1)
-    nothing = _Tiles(_NO_FIRSTS, _NO_FIRSTS, np.empty(0, dtype=np.int64))
+    nothing = _Tiles(_NO_FIRSTS, _NO_FIRSTS)
     ends = (0,) * (len(ours.layers) + 1)
     num_blocks = theirs.num_blocks if theirs else 0
-    return GroupPlan(ours.name, *slots, ours.num_blocks, num_blocks, len(ours.layers), ends, ends, nothing, None)
+    return GroupPlan(ours.name, *slots, ours.num_blocks, num_blocks, len(ours.layers), 1, 1, ends, ends, nothing, None)
 
 
 def _slots_per_block(ours: GroupGeometry, theirs: GroupGeometry) -> tuple[int, int]:
-    slot_tokens = math.gcd(ours.block_size_tokens, theirs.block_size_tokens)
-    return ours.block_size_tokens // slot_tokens, theirs.block_size_tokens // slot_tokens
+    here, there = ours.block_size_tokens, theirs.block_size_tokens
+    slot_tokens = math.gcd(here, there)
+    if max(here, there) // slot_tokens > MAX_SLOTS_PER_BLOCK:
+        raise Incompatible(
+            f"group {ours.name!r}: blocks of {here} tokens here, of {there} at the peer: {slot_tokens} tokens in "
+            f"common make more than {MAX_SLOTS_PER_BLOCK} slots a block"
+        )
+    return here // slot_tokens, there // slot_tokens
 
 
 class _Pieces(NamedTuple):
@@ -227,6 +221,26 @@ class _Cut(NamedTuple):
     tiles_per_layer: list[int]
 
 
+class _Form(NamedTuple):
+    """How the rows of a group are made on one side. ``is_even``: a block's slots and those of the next one are equally
+    far apart, so that all of a tile's segments are one row, in which NIXL can merge them."""
+
+    slots_per_block: int
+    num_blocks: int
+    is_even: bool
+
+    @property
+    def row_parts(self) -> int:
+        return 1 if self.is_even else self.slots_per_block
+
+
+def _is_even(lengths: _Bytes, strides: _Bytes, steps: _Bytes, slots_per_block: int, group: GroupGeometry) -> bool:
+    if slots_per_block == 1:
+        return False
+    is_one_run = group.num_blocks == 1 or bool(np.all(strides == slots_per_block * steps))
+    return is_one_run and bool(np.all(lengths <= steps))
+
+
 class _Side:
     """The rows of one side, and how many segments they have."""
 
@@ -239,9 +253,9 @@ class _Side:
     def rows(self) -> Rows:
         return np.concatenate(self._rows) if self._rows else _NO_ROWS
 
-    def has_room(self, num_tiles: int, slots_per_block: int, num_blocks: int) -> bool:
-        num_rows = num_tiles * slots_per_block
-        return self._num_rows + num_rows <= _MAX_ROWS and self._num_segments + num_rows * num_blocks <= MAX_SEGMENTS
+    def has_room(self, num_tiles: int, form: _Form) -> bool:
+        num_rows, num_segments = num_tiles * form.row_parts, num_tiles * form.slots_per_block * form.num_blocks
+        return self._num_rows + num_rows <= _MAX_ROWS and self._num_segments + num_segments <= MAX_SEGMENTS
 
     def add(
         self,
@@ -250,27 +264,28 @@ class _Side:
         devices: _Bytes,
         strides: _Bytes,
         steps: _Bytes,
-        slots_per_block: int,
-        num_blocks: int,
+        form: _Form,
     ) -> Indices:
         """Rows for these tiles, one for each part of a block. Returns the index of each one's first segment."""
         num_tiles = len(addresses)
-        if not self.has_room(num_tiles, slots_per_block, num_blocks):
+        if not self.has_room(num_tiles, form):
             raise Failure(
                 FailureCode.bad_blocks,
-                f"{self._name} cache: {num_blocks} blocks in {num_tiles} pieces of {slots_per_block} parts are more "
-                f"than NIXL can number ({MAX_SEGMENTS}) or than {_MAX_ROWS} rows",
+                f"{self._name} cache: {form.num_blocks} blocks in {num_tiles} pieces of {form.slots_per_block} parts "
+                f"are more than NIXL can number ({MAX_SEGMENTS}) or than {_MAX_ROWS} rows",
             )
-        rows = np.empty((num_tiles, slots_per_block, 5), dtype=np.uint64)
-        rows[:, :, 0] = addresses[:, np.newaxis] + steps[:, np.newaxis] * np.arange(slots_per_block)
+        tile_segments = form.slots_per_block * form.num_blocks
+        count = tile_segments // form.row_parts
+        apart = steps if form.is_even else strides
+        rows = np.empty((num_tiles, form.row_parts, 5), dtype=np.uint64)
+        rows[:, :, 0] = addresses[:, np.newaxis] + steps[:, np.newaxis] * np.arange(form.row_parts)
         rows[:, :, 1] = lengths[:, np.newaxis]
         rows[:, :, 2] = devices[:, np.newaxis]
-        rows[:, :, 3] = (strides if num_blocks > 1 else lengths)[:, np.newaxis]  # one block's stride means nothing
-        rows[:, :, 4] = num_blocks
+        rows[:, :, 3] = (apart if count > 1 else lengths)[:, np.newaxis]  # the stride of a single segment means nothing
+        rows[:, :, 4] = count
         self._rows.append(rows.reshape(-1, 5))
-        tile_segments = slots_per_block * num_blocks
         firsts = self._num_segments + np.arange(num_tiles, dtype=np.int64) * tile_segments
-        self._num_rows += num_tiles * slots_per_block
+        self._num_rows += num_tiles * form.row_parts
         self._num_segments += num_tiles * tile_segments
         return firsts.astype(np.int32)[:, np.newaxis]
 
@@ -284,11 +299,15 @@ class _Builder:
 
     def add(self, ours: GroupGeometry, theirs: GroupGeometry, cut: _Cut) -> GroupPlan:
         slots = _slots_per_block(ours, theirs)
-        tiles = self._tiles(cut.pieces, slots, ours.num_blocks, theirs.num_blocks)
-        merged = _merged(cut.pieces, slots, ours.num_blocks, theirs.num_blocks)
+        p = cut.pieces
+        local = _Form(slots[0], ours.num_blocks, _is_even(p.lengths, p.local_strides, p.local_steps, slots[0], ours))
+        remote = _Form(
+            slots[1], theirs.num_blocks, _is_even(p.lengths, p.remote_strides, p.remote_steps, slots[1], theirs)
+        )
+        tiles = self._tiles(p, local, remote)
+        merged = _merged(p, local, remote)
         has_room = merged is not None and all(
-            side.has_room(len(merged.lengths), parts, group.num_blocks)
-            for side, parts, group in zip((self.local, self.remote), slots, (ours, theirs), strict=True)
+            side.has_room(len(merged.lengths), form) for side, form in ((self.local, local), (self.remote, remote))
         )
         ends = (0, *np.cumsum(cut.tiles_per_layer).tolist())
         bytes_before = np.concatenate(([0], np.cumsum(cut.pieces.lengths)))
@@ -299,48 +318,33 @@ class _Builder:
             local_num_blocks=ours.num_blocks,
             remote_num_blocks=theirs.num_blocks,
             num_layers=len(ours.layers),
+            _local_row_parts=local.row_parts,
+            _remote_row_parts=remote.row_parts,
             _ends=ends,
             _ends_bytes=tuple(bytes_before[list(ends)].tolist()),
             _tiles=tiles,
-            _merged=self._tiles(merged, slots, ours.num_blocks, theirs.num_blocks) if merged and has_room else None,
+            _merged=self._tiles(merged, local, remote) if merged and has_room else None,
         )
 
-    def _tiles(self, pieces: _Pieces, slots: tuple[int, int], local_num_blocks: int, remote_num_blocks: int) -> _Tiles:
+    def _tiles(self, pieces: _Pieces, local: _Form, remote: _Form) -> _Tiles:
         p = pieces
         return _Tiles(
-            self.local.add(
-                p.local_addresses,
-                p.lengths,
-                p.local_devices,
-                p.local_strides,
-                p.local_steps,
-                slots[0],
-                local_num_blocks,
-            ),
-            self.remote.add(
-                p.remote_addresses,
-                p.lengths,
-                p.remote_devices,
-                p.remote_strides,
-                p.remote_steps,
-                slots[1],
-                remote_num_blocks,
-            ),
-            p.local_addresses,
+            self.local.add(p.local_addresses, p.lengths, p.local_devices, p.local_strides, p.local_steps, local),
+            self.remote.add(p.remote_addresses, p.lengths, p.remote_devices, p.remote_strides, p.remote_steps, remote),
         )
 
 
-def _merged(pieces: _Pieces, slots: tuple[int, int], local_num_blocks: int, remote_num_blocks: int) -> _Pieces | None:
+def _merged(pieces: _Pieces, local: _Form, remote: _Form) -> _Pieces | None:
     """Tiles that touch on both sides, and go on touching from slot to slot, as one; ``None`` when few of them do."""
     order = np.lexsort((pieces.local_addresses, pieces.local_devices))
     p = _Pieces(*(values[order] for values in pieces))
     touches = p.local_addresses[:-1] + p.lengths[:-1] == p.local_addresses[1:]
     touches &= p.remote_addresses[:-1] + p.lengths[:-1] == p.remote_addresses[1:]
     alike = [p.local_devices, p.remote_devices]
-    alike += [p.local_strides] if local_num_blocks > 1 else []
-    alike += [p.remote_strides] if remote_num_blocks > 1 else []
-    alike += [p.local_steps] if slots[0] > 1 else []
-    alike += [p.remote_steps] if slots[1] > 1 else []
+    alike += [p.local_strides] if local.num_blocks > 1 else []
+    alike += [p.remote_strides] if remote.num_blocks > 1 else []
+    alike += [p.local_steps] if local.slots_per_block > 1 else []
+    alike += [p.remote_steps] if remote.slots_per_block > 1 else []
     for values in alike:
         touches &= values[:-1] == values[1:]
     if 4 * np.count_nonzero(touches) < len(p.lengths):
@@ -349,8 +353,11 @@ def _merged(pieces: _Pieces, slots: tuple[int, int], local_num_blocks: int, remo
     lengths = np.add.reduceat(p.lengths, starts)
     found = _Pieces(*(values[starts] for values in p))._replace(lengths=lengths)
     # A peer's layers may share bytes, by mistake; then these would be no rows.
-    for strides, num_blocks in ((found.local_strides, local_num_blocks), (found.remote_strides, remote_num_blocks)):
-        if num_blocks > 1 and np.any(lengths > strides):
+    for form, strides, steps in (
+        (local, found.local_strides, found.local_steps),
+        (remote, found.remote_strides, found.remote_steps),
+    ):
+        if (form.num_blocks > 1 or form.is_even) and np.any(lengths > (steps if form.is_even else strides)):
             return None
     return found
 

@@ -23,16 +23,20 @@ class Segments(NamedTuple):
 
     addresses: npt.NDArray[np.uint64]
     lengths_bytes: npt.NDArray[np.uint64]
-    device_ids: npt.NDArray[np.uint64]
 
 
 def segments_of(rows: Rows, indices: Indices) -> Segments:
     """The segments that these indices name. Every index is one of 0 .. the number of segments - 1."""
-    ends = np.cumsum(rows[:, 4], dtype=np.int64)
-    at = np.searchsorted(ends, indices, side="right")
+    at = rows_at(rows, indices)
     chosen = rows[at]
-    place = indices - (ends[at] - chosen[:, 4].astype(np.int64))
-    return Segments(chosen[:, 0] + chosen[:, 3] * place.astype(np.uint64), chosen[:, 1], chosen[:, 2])
+    before = np.cumsum(rows[:, 4], dtype=np.int64)[at] - chosen[:, 4].astype(np.int64)
+    place = indices - before
+    return Segments(chosen[:, 0] + chosen[:, 3] * place.astype(np.uint64), chosen[:, 1])
+
+
+def rows_at(rows: Rows, indices: Indices) -> npt.NDArray[np.intp]:
+    """The row of each index."""
+    return np.searchsorted(np.cumsum(rows[:, 4], dtype=np.int64), indices, side="right")
 
 
 def num_segments(rows: Rows) -> int:

@@ -510,8 +510,8 @@ class FakeTransport:
             return handle
 
     def _made(self, remote: _Remote, local_indices: Indices, remote_indices: Indices, notification: bytes) -> FakeWrite:
-        sources, lengths_bytes, _ = segments_of(remote.local_rows, local_indices)
-        destinations, remote_lengths_bytes, _ = segments_of(remote.remote_rows, remote_indices)
+        sources, lengths_bytes = segments_of(remote.local_rows, local_indices)
+        destinations, remote_lengths_bytes = segments_of(remote.remote_rows, remote_indices)
         if np.any(lengths_bytes != remote_lengths_bytes):
             raise TransportError(
                 FailureCode.write_failed, f"write to agent {remote.agent_name!r}: segments differ in length"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpush.rows import indices_problem, num_segments, rows_problem, segments_of
+from kvpush.rows import indices_problem, num_segments, rows_at, rows_problem, segments_of
 
 TOP = 2**64
 
@@ -60,7 +60,7 @@ def test_an_index_counts_the_segments_of_the_rows_before_its_own():
     assert num_segments(some) == 6
     assert found.addresses.tolist() == [4096, 4160, 8192, 8292, 8392, 512]
     assert found.lengths_bytes.tolist() == [64, 64, 32, 32, 32, 8]
-    assert found.device_ids.tolist() == [0, 0, 7, 7, 7, 0]
+    assert rows_at(some, np.arange(6, dtype=np.int32)).tolist() == [0, 0, 1, 1, 1, 2]
     assert segments_of(some, np.array([4, 0, 4], np.int32)).addresses.tolist() == [8392, 4096, 8392]
 
 

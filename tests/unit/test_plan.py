@@ -439,7 +439,7 @@ def test_layers_side_by_side_on_both_sides_are_one_row():
     assert plan.local_rows[-1].tolist() == [kept.data_ptr(), 6 * BLOCK, 0, 6 * BLOCK, 12]
     assert count(plan, range(6), [3, 7, 5], [1, 9, 4]) == (3, 3)
     assert count(plan, range(6), [3, 4, 5], [7, 8, 9]) == (3, 1)  # blocks side by side: NIXL merges them
-    assert count(plan, range(1, 4), [3, 7], [1, 9]) == (6, 2)  # some of the layers: no row, but neighbours in the list
+    assert count(plan, range(1, 4), [3, 7], [1, 9]) == (6, 6)  # some of the layers: no row, so NIXL does not merge them
     assert count(plan, range(2, 3), [3, 4], [7, 8]) == (2, 2)
     assert also_kept is not None
 
@@ -450,6 +450,18 @@ def test_layers_in_another_order_at_the_peer_are_merged_only_where_both_agree():
     assert sorted(row[1] // BLOCK for row in plan.local_rows[6:].tolist()) == [1, 1, 2, 2]
     assert count(plan, range(6), [3], [1]) == (4, 4)
     assert kept is not None and also_kept is not None
+
+
+@pytest.mark.parametrize("uneven_side", ["local", "remote"])
+def test_layers_that_touch_in_one_block_only_are_not_merged(uneven_side):
+    """Layer 0 in blocks 0 and 2 of a storage, layer 1 in 1 and 4: neighbours first, apart later."""
+    items = torch.zeros(5 * 32, dtype=torch.int8)
+    sizes, inner = (2, 4, 8), (8, 1)
+    uneven = {"a": items.as_strided(sizes, (64, *inner)), "b": items.as_strided(sizes, (96, *inner), 32)}
+    even = {"a": items.as_strided(sizes, (64, *inner)), "b": items.as_strided(sizes, (64, *inner), 32)}
+    one, other = (geometry_of(tensors, KVCacheSpec("BND")) for tensors in (uneven, even))
+    assert len(pair(other, other).local_rows) == 2 + 1
+    assert len(pair(*((one, other) if uneven_side == "local" else (other, one))).local_rows) == 2
 
 
 def test_layers_apart_are_not_merged():
@@ -503,10 +515,20 @@ def test_the_largest_index_fits_and_one_more_row_is_refused():
         assert caught.value.code is FailureCode.bad_blocks
 
 
-@pytest.mark.parametrize("tokens", [2**21, 2**31 - 1, 2**60])
-def test_a_peer_s_numbers_do_not_decide_how_much_memory_a_plan_takes(tokens):
-    with pytest.raises(Failure, match="rows") as caught:
+@pytest.mark.parametrize("tokens", [4097, 2**31 - 1, 2**60])
+def test_d9_a_peer_s_block_size_does_not_decide_how_many_slots_there_are(tokens):
+    pair(vast(1), vast(1, tokens=4096))
+    with pytest.raises(Incompatible, match=f"blocks of 1 tokens here, of {tokens} at the peer"):
         pair(vast(1), vast(1, tokens=tokens))
+
+
+def test_rows_are_bounded():
+    source, target = caches("NBD", N=1024, num_blocks=2, layers=17), caches("NBD", N=1024, num_blocks=2, layers=17)
+    ours, theirs = (geometry_of(tensors, KVCacheSpec("NBD")) for tensors in (source, target))
+    pair(ours, theirs, min_tile_bytes=16)
+    many = [msgspec.structs.replace(ours.groups[0], name=f"g{i}") for i in range(61)]
+    with pytest.raises(Failure, match="1048576 rows") as caught:
+        pair(*(msgspec.structs.replace(side, groups=tuple(many)) for side in (ours, theirs)), min_tile_bytes=16)
     assert caught.value.code is FailureCode.bad_blocks
 
 

@@ -299,7 +299,8 @@ def carry_out(transfer, ours, theirs):
                     runs += last != (source, target)
                     last = (source + length, target + length)
                 assert written == part.slot_len_bytes(layers) * len(common.local_ids)
-                assert descriptors_after_merging(plan, local, remote) == runs
+                # NIXL merges within a row only.
+                assert runs <= descriptors_after_merging(plan, local, remote) <= len(local)
                 num_bytes += written
     return num_bytes, plan
 
