@@ -98,7 +98,7 @@ def mutations_of(path: Path, module: str) -> list[Mutation]:
             if before == after:
                 continue
             seen[scope, before, after] += 1
-            line = getattr(node, "lineno", None) or node.iter.lineno  # a comprehension has no place of its own
+            line = next(part.lineno for part in ast.walk(node) if hasattr(part, "lineno"))  # not every node has one
             found.append(Mutation(module, scope, line, before, after, seen[scope, before, after], way, make))
     return sorted(found, key=lambda mutation: mutation.line)
 
