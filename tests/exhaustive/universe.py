@@ -176,6 +176,7 @@ class Universe:
         self.flights: list[Flight] = []
         self.notifications: list[tuple[int, str, bytes]] = []  # decode's life, writer's agent, payload
         self.peers: list[Peer] = []
+        self.greeted_life = 0  # decode's newest life that has said Hello to this prefill
         _LIVES["prefill"], _LIVES["decode"] = ([_dumped(process) for process in lives] for lives in (prefills, decodes))
 
     def _process(self, engine: Any, life: int) -> Process:
@@ -294,9 +295,7 @@ class Universe:
         self.pushed.append(Account(transfer_id, self.prefill.life))
         blocks = np.array([BLOCKS[transfer_id]], dtype=np.int64)
         self._p(
-            self.prefill.core.push(
-                transfer_id, 0, blocks, last=True, fenced=False, index=0, now_s=self.clock.now_s
-            )
+            self.prefill.core.push(transfer_id, 0, blocks, last=True, fenced=False, index=0, now_s=self.clock.now_s)
         )
 
     def _pass_time(self) -> None:
@@ -324,6 +323,7 @@ class Universe:
         self.prefill = self._reborn("prefill", self.prefill.life + 1)
         self.flights.clear()
         self.peers.clear()
+        self.greeted_life = 0
         for connection in self.connections:
             if connection.is_up_at_prefill:
                 connection.is_up_at_prefill = False
@@ -343,6 +343,8 @@ class Universe:
             connection.is_up_at_prefill = False
             self._p(self.prefill.core.link_closed(connection.prefill_link, "reset", self.clock.now_s))
         else:
+            if isinstance(message, wire.Hello):
+                self.greeted_life = max(self.greeted_life, connection.decode_life)
             self._p(self.prefill.core.message(connection.prefill_link, message, self.clock.now_s))
         self._sweep()
 
@@ -412,6 +414,8 @@ class Universe:
             raise Broken(f"rule 3: a WRITE is posted to {peer!r} without a pin")
         written = wire.decode_written(effect.notification)
         life = self._decode_agents.index(peer.agent_name)
+        if life < self.greeted_life:
+            raise Broken(f"rule 14: a WRITE is posted to {peer!r} after another incarnation has said Hello")
         transfer_id = next(tid for tid, block in BLOCKS.items() if [block] == effect.local_ids.tolist())
         push = self._last(self.pushed, self.prefill.life, transfer_id)
         wanted = [r for r in self.expected if (r.life, r.epoch) == (life, written.epoch)]
@@ -610,7 +614,9 @@ def _by_reference(value: Any) -> tuple[Callable[[int], Any], tuple[int]]:
     return _shared, (id(value),)
 
 
-_TABLE = copyreg.dispatch_table | dict.fromkeys((Config, Identity, CacheGeometry, wire.Metadata, wire.Hello), _by_reference)
+_TABLE = copyreg.dispatch_table | dict.fromkeys(
+    (Config, Identity, CacheGeometry, wire.Metadata, wire.Hello), _by_reference
+)
 
 
 def _dumped(value: Any) -> bytes:
@@ -660,10 +666,7 @@ _HOW: dict[type, Callable[[_Walk, Any], Any]] = {
     np.ndarray: lambda walk, value: value.tobytes(),
     # A dead entry decides nothing. Of two that are due at once the one set first comes first.
     Timers: lambda walk, value: tuple(
-        [
-            (walk.time(due_s), walk(key))
-            for key, (due_s, _) in sorted(value._due_s.items(), key=lambda item: item[1])
-        ]
+        [(walk.time(due_s), walk(key)) for key, (due_s, _) in sorted(value._due_s.items(), key=lambda item: item[1])]
     ),
 }
 _HOW[OrderedDict] = _HOW[Counter] = _HOW[dict]

@@ -157,7 +157,19 @@ def run_pytest(paths: Iterable[str], plugins: Sequence[object]) -> int:
 
     sys.path.insert(0, str(ROOT))
     os.environ["HYPOTHESIS_PROFILE"] = "ci"  # the same inputs for every mutation
-    options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-o", "addopts=", "-W", f"ignore::{REWRITE}"]
+    options = [
+        "-x",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:faulthandler",
+        "-o",
+        "addopts=",
+        "-W",
+        f"ignore::{REWRITE}",
+    ]
     return int(pytest.main([*options, *paths], plugins=list(plugins)))
 
 
@@ -366,7 +378,9 @@ def run(args: argparse.Namespace, results: Results) -> None:
             running[reader] = (pid, mutation, len(tests), now_s, now_s + CHILD_TIMEOUT_S)
         for reader in ended(running):
             pid, mutation, num_tests, start_s, deadline_s = running.pop(reader)
-            answer = read_child(pid, reader, max(time.monotonic(), deadline_s) if deadline_s > time.monotonic() else 0.0)
+            answer = read_child(
+                pid, reader, max(time.monotonic(), deadline_s) if deadline_s > time.monotonic() else 0.0
+            )
             (STATE / f"child-{pid}.log").unlink(missing_ok=True)
             verdict, by = judged(answer)
             seconds = time.monotonic() - start_s
@@ -408,7 +422,10 @@ def report(results: Results) -> int:
     """Write report.json and report.md; how many survivors nobody has explained."""
     why = explained()
     totals = {m: len(mutations_of(PACKAGE / f"{m}.py", m)) for m in MODULES}
-    lines = ["| module | mutations | tried | noticed | explained | not noticed | score |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| module | mutations | tried | noticed | explained | not noticed | score |",
+        "|---|---|---|---|---|---|---|",
+    ]
     rows = list(results.known.values())
     unexplained = [row for row in rows if row["verdict"] == "survived" and row["name"] not in why]
     for module in (*MODULES, "all"):
