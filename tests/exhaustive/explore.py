@@ -45,7 +45,7 @@ class Exploration:
 def explore(start: Universe, depth: int, *, run_out_every: int = 16) -> Exploration:
     """Visit every state within ``depth`` events of ``start``. Raises :class:`Found`.
 
-    From every ``run_out_every``-th state, chosen by its hash, all that is under way is let come to its end.
+    From every ``run_out_every``-th state all that is under way is let come to its end.
     """
     began_s = time.perf_counter()
     seen = {start.state()}
@@ -64,7 +64,7 @@ def explore(start: Universe, depth: int, *, run_out_every: int = 16) -> Explorat
                         continue
                     seen.add(state)
                     following.append((universe.copy(), (*way, event)))
-                    if state % run_out_every == 0:
+                    if len(seen) % run_out_every == 0:
                         result.run_out += 1
                         universe.run_out()
                 except Exception as exc:  # noqa: BLE001  # an assertion of the cores is as good as one of ours

@@ -1,6 +1,6 @@
 """Every order in which two pushes, a handshake, a cancel, an eviction and a restart can happen, up to a depth.
 
-``EXHAUSTIVE_DEEPER=2`` looks that many events further, from every start. ``-s`` shows the numbers of states. A rule that
+``EXHAUSTIVE_DEEPER=2`` looks that many events further, from every start. The numbers of states are printed. A rule that
 breaks is reported with the shortest way that leads there.
 """
 

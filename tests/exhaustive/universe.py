@@ -308,7 +308,7 @@ class Universe:
                 carry_out(process.core.tick(self.clock.now_s))
 
     def _restart_decode(self) -> None:
-        """SIGKILL, and another process under the same id. What it sent arrives; its end of every connection is closed."""
+        """SIGKILL, and another process under the same id. What it sent arrives, then the end of each connection."""
         self.decode = self._reborn("decode", self.decode.life + 1)
         self.dialing.clear()
         self.notifications.clear()
@@ -699,7 +699,7 @@ def strangers(budget: dict[str, int]) -> Universe:
 
 
 def shaking_hands(budget: dict[str, int]) -> Universe:
-    """Both transfers are pushed and expected, both wait for the handshake, and decode has been asked for its metadata."""
+    """Both transfers are pushed and expected and wait for the handshake: decode has been asked for its metadata."""
     universe = Universe({"expect t1": 1, "expect t2": 1, "push t1": 1, "push t2": 1})
     for deed in (("expect", "t1"), ("expect", "t2"), ("push", "t1"), ("push", "t2")):
         universe.fire(deed)
