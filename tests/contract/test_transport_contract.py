@@ -221,6 +221,27 @@ class TestWrites:
             assert await_arrivals(peer, 1)[0].notification == Notification(writer.agent_name, bytes([i]))
             assert np.array_equal(peer.arrivals[0].blocks[0, 0], cache.blocks[0, i])
 
+    def test_writers_are_told_apart_by_their_names_and_need_not_be_known(self, world):
+        """The receiver has loaded nobody's metadata."""
+        peer = world.peer()
+        for i in range(2):
+            writer, cache = world.writer(name=f"writer{i}")
+            arrival = push(writer, add(writer, cache, peer), peer, local=(i,), there=(i,), payload=b"same")
+            assert arrival.notification == Notification(writer.agent_name, b"same")
+            assert np.array_equal(arrival.blocks[0, i], cache.blocks[0, i])
+
+    def test_an_abandoned_write_may_land_and_never_notifies(self, world):
+        writer, cache = world.writer()
+        peer = world.peer()
+        remote, write = in_flight_write(writer, cache, peer)
+        writer.abandon_write(write)
+        peer.resume()
+        push(writer, remote, peer, local=(2,), there=(2,), payload=b"later")
+        assert_quiet(peer, 2)
+        assert [arrival.notification.payload for arrival in peer.arrivals] == [b"pushed", b"later"]
+        block = peer.blocks()[0, 1]
+        assert np.array_equal(block, cache.blocks[0, 1]) or not block.any()
+
     @pytest.mark.parametrize(
         ("local", "there"),
         [
@@ -574,6 +595,37 @@ class TestTheEnd:
             writer.post_write(remote, indices(1), indices(1), b"never ends")
         start = time.monotonic()
         writer.close()
+        writer.close()
+        assert time.monotonic() - start < 1.0
+        assert_balanced(writer)
+
+    def test_after_close_nothing_more_is_read_from_the_source(self, world):
+        """The one thing that ends a WRITE for good: prefill's blocks are reusable once its agent is destroyed."""
+        writer, cache = world.writer(layers=1, blocks=8, block_bytes=1 << 20)
+        peer = world.peer(layers=1, blocks=8, block_bytes=1 << 20)
+        remote = add(writer, cache, peer)
+        push(writer, remote, peer)
+        peer.pause()
+        rest = indices(*range(1, 8))
+        writer.post_write(remote, rest, rest, b"never ends")
+        before = cache.blocks.copy()
+        writer.close()
+        cache.blocks[:] = ~before  # its next owner's
+        peer.resume()
+        assert_quiet(peer, 1)
+        landed = peer.blocks()[0, 1:]
+        assert np.all((landed == before[0, 1:]) | (landed == 0))
+
+    @pytest.mark.without(IN_PROCESS, reason="an agent cannot be stopped without the process that this test runs in")
+    def test_close_is_bounded_beside_a_frozen_peer(self, world):
+        writer, cache = world.writer()
+        peer = world.peer()
+        remote = add(writer, cache, peer)
+        push(writer, remote, peer)
+        world.freeze(peer)
+        for _ in range(5):
+            writer.post_write(remote, indices(1), indices(1), b"never ends")
+        start = time.monotonic()
         writer.close()
         assert time.monotonic() - start < 1.0
         assert_balanced(writer)
