@@ -127,12 +127,19 @@ def _is_left_alone(node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True  # docstrings
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript) and _is_alias(node):
+        return True
     if isinstance(node, ast.Assign) and all(isinstance(t, ast.Name) and t.id in WORDS for t in node.targets):
         return True
     if isinstance(node, ast.keyword) and node.arg in WORDS:
         return True
     called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
     return called.startswith("logg") or called in ("NewType", "TypeVar", "dataclass")
+
+
+def _is_alias(node: ast.Assign) -> bool:
+    """``Address = tuple[str, int]``: a type with a name of its own."""
+    return isinstance(node.targets[0], ast.Name) and node.targets[0].id.lstrip("_")[:1].isupper()
 
 
 def _edits(node: ast.AST, scope: str) -> Iterator[Callable[[ast.AST], ast.AST]]:

@@ -271,7 +271,7 @@ def coverage() -> Covered:
 def tests_for(mutation: Mutation, covered: Covered, import_lines: set[tuple[str, int]]) -> list[str]:
     """The tests that reach the mutated line, quickest first."""
     here = (mutation.module, mutation.line)
-    if here in import_lines:
+    if here in import_lines or not any(here in lines for _, lines in covered.values()):  # or called by what is
         chosen = {node: cost for node, (cost, lines) in covered.items() if any(m == mutation.module for m, _ in lines)}
         chosen |= {node: cost for node, (cost, _) in covered.items() if "test_statecharts" in node}
     else:

@@ -85,9 +85,10 @@ def raised_in(call):
     for node in ast.walk(call):
         if isinstance(node, ast.Call) and (checked := ast.unparse(node.func).rpartition(".")[2]) in CHECKS:
             yield CHECKS[checked]
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
-            if node.exc.func.id[0].isupper():  # not a function that makes the error
-                yield node.exc.func.id
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            made = ast.unparse(node.exc.func)
+            if made[0].isupper():  # not a function that makes the error
+                yield made
 
 
 def silent(node, described=frozenset()):
