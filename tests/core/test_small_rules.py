@@ -2,7 +2,17 @@
 
 import numpy as np
 import pytest
-from core_worlds import CONFIG, SOON_S, connect, make_connected, make_pair, make_world, only_engine, run_to_the_end
+from core_worlds import (
+    CONFIG,
+    SOON_S,
+    connect,
+    lose,
+    make_connected,
+    make_pair,
+    make_world,
+    only_engine,
+    run_to_the_end,
+)
 
 from kvpush import wire
 from kvpush.errors import Failure, FailureCode
@@ -248,4 +258,93 @@ def test_a_push_that_failed_before_any_registration_tells_nobody():
     push = prefill.push("t", [3])
     prefill.fail("t", Failure(FailureCode.write_failed, "its ready event raised"))
     assert (push.outcome, push.is_free) == ("failed", True)
+    run_to_the_end(world)
+
+
+def test_a_stalled_write_and_a_refused_registration_are_counted_once():
+    world, prefill, decode = make_connected()
+    world.stalling.add("d0")
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(CONFIG.stall_timeout_s + 1)
+    assert counted(prefill, "writes_stalled", "pushes_in_doubt") == {"writes_stalled": 1, "pushes_in_doubt": 1}
+    world.advance(1)
+    decode.expect("t", [8], prefill)
+    world.advance(SOON_S)
+    refused = {name: n for name, n in prefill.core.counters.items() if name.startswith("registrations_refused_")}
+    assert list(refused.values()) == [1]
+
+
+def test_decode_says_goodbye_when_it_closes():
+    world, prefill, decode = make_connected()
+    decode.close()
+    world.advance(SOON_S)
+    assert (only_engine(prefill).state, only_engine(prefill).reason) == ("evicted", "closing")
+
+
+def test_goodbye_ends_the_registrations_that_came_before_it():
+    world, prefill, decode = make_connected()
+    decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    prefill.core.message(link_to(prefill, decode), wire.Goodbye("?"), world.clock())
+    assert prefill.core.gauges()["registrations_waiting"] == 0
+
+
+def test_goodbye_in_place_of_welcome_is_a_failed_attempt_at_once():
+    world, prefill, decode = make_pair()
+    world.network.tamper = lose(wire.Welcome)
+    decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    (link,) = decode.core._links
+    decode._perform(decode.core.message(link, wire.Goodbye("not here"), world.clock()))
+    assert (only_engine(decode).state, only_engine(decode).handshake_failures) == ("unknown", 1)
+    assert "not here" in only_engine(decode).last_error
+
+
+def test_what_is_asked_again_on_a_new_link_pins_it_only_until_the_answer():
+    world, prefill, decode = make_connected()
+    world.hold_writes = True
+    receive = decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(SOON_S)
+    decode.cancel("t")
+    world.network.cut("p0", "d0")
+    world.advance(1)
+    assert only_engine(decode).in_flight == 1
+    world.heal()
+    run_to_the_end(world)
+    assert receive.is_free
+    assert all(engine.in_flight == 0 for engine in decode.registry.snapshot())
+
+
+def test_a_push_that_is_cancelled_behind_its_handshake_is_drained():
+    world, prefill, decode = make_pair()
+    world.network.tamper = lose(wire.Metadata)
+    receive, push = decode.expect("t", [7], prefill), prefill.push("t", [3])
+    world.advance(SOON_S)
+    decode.cancel("t")
+    world.advance(SOON_S)
+    assert (push.outcome, receive.released.reason, receive.released.proven) == ("cancelled", "drained", True)
+
+
+def test_a_failure_that_crosses_the_cancel_proves_that_nothing_was_written():
+    world, prefill, decode = make_connected()
+    receive = decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    prefill.cancel("t")
+    decode.cancel("t")
+    world.advance(SOON_S)
+    assert (receive.outcome, receive.released.proven) == ("cancelled", True)
+
+
+def test_a_chunk_that_decode_did_not_ask_for_ends_no_writing():
+    world, prefill, decode = make_connected()
+    world.hold_writes = True
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3], last=False)
+    world.advance(SOON_S)
+    prefill.push("t", [4], first_block=1, last=False)
+    assert prefill.core._pushes["t"].state == "writing"
+    world.heal()
+    prefill.push("t", [5], first_block=2)
     run_to_the_end(world)
