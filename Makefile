@@ -9,7 +9,7 @@ TORCH := 2.13.0
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test sim soak lint statecharts bench clean
+.PHONY: demo test sim soak mutants exhaustive lint statecharts bench clean
 
 demo: $(STAMP)
 	$(BIN)/kvpush demo $(DEMO)
@@ -27,6 +27,14 @@ sim: $(STAMP)
 # SOAK_S=60 SEED=7 make soak: the same faults again, as far as a seed can tell
 soak: $(STAMP)
 	$(BIN)/python tests/soak/soak.py
+
+# MUTANTS="--sample 400 --seed 7" make mutants: a part of them; all of them take hours
+mutants: $(STAMP)
+	nice -n 10 $(BIN)/python tests/mutants/run.py $(MUTANTS)
+
+# EXHAUSTIVE_DEEPER=3 make exhaustive: every order of events, that many further than make test looks
+exhaustive: $(STAMP)
+	$(BIN)/python -m pytest -q tests/exhaustive
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

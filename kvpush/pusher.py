@@ -111,7 +111,9 @@ class PrefillPusher(Side[PushFinished, _Account]):
     Caller's duties: leave the blocks of a push untouched until an event says that they are reusable; call
     :meth:`poll` (or :meth:`wait`) regularly.
 
-    Raises :class:`kvpush.ConfigurationError`, and :class:`kvpush.TransportError` when NIXL does not start.
+    Raises :class:`kvpush.ConfigurationError`, and :class:`kvpush.TransportError` when NIXL does not start. The methods
+    raise :class:`kvpush.UsageError` for what no caller can mean, :class:`kvpush.QueueFull` (retryable) when the loop is
+    far behind, and :class:`kvpush.Closed`; nothing has been taken then.
     """
 
     def __init__(

@@ -197,7 +197,8 @@ class Side(Generic[F, A]):
         return events
 
     def wait(self, timeout_s: float) -> list[F | BlocksReleased]:
-        """As :meth:`poll`, after waiting up to ``timeout_s`` for the first event."""
+        """As :meth:`poll`, after waiting up to ``timeout_s`` for the first event. Raises UsageError when that is not a
+        number of seconds."""
         self._events.wait(check_timeout(timeout_s, "wait"))
         return self.poll()
 

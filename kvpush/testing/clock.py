@@ -22,7 +22,7 @@ class FakeClock:
         return self.set(self._now_s + duration_s)
 
     def set(self, now_s: float) -> float:
-        """Jump to a time at or after the current one and return it."""
+        """Jump to a time at or after the current one and return it. Raises UsageError for an earlier one."""
         if not now_s >= self._now_s:
             raise UsageError(f"a monotonic clock does not go back from {self._now_s!r} to {now_s!r}")
         self._now_s = now_s

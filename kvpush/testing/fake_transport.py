@@ -167,7 +167,7 @@ class FakeFabric:
         """Let the bytes land now (or those of the first ``segments``), whatever the writer knows about it.
 
         Works on a stalled WRITE and on one that was abandoned or whose remote was removed. An abandoned one is over
-        once all of it has landed. Refused when the WRITE is over or a process is gone.
+        once all of it has landed. Raises UsageError when the WRITE is over or a process is gone.
         """
         with self._lock:
             if write.state is not WriteState.in_flight:
@@ -177,7 +177,8 @@ class FakeFabric:
                 self._end(write, WriteState.completed)
 
     def complete(self, write: FakeWrite) -> None:
-        """Let the bytes land, and let the writer's next poll see the end. Refused while something holds it up."""
+        """Let the bytes land, and let the writer's next poll see the end. Raises UsageError while something holds it
+        up, and when it is over."""
         with self._lock:
             if not self.can_complete(write):
                 raise UsageError(f"a write in state {write.state.value!r} is over or held up and cannot complete")
@@ -187,7 +188,8 @@ class FakeFabric:
     def fail(self, write: FakeWrite, error: TransportError | None = None, *, landed_segments: int = 0) -> None:
         """Let the writer's next poll raise ``error`` (default: write_failed), after some segments have landed.
 
-        An error with ``disconnected`` set takes the connection with it, as :meth:`disconnect` does.
+        An error with ``disconnected`` set takes the connection with it, as :meth:`disconnect` does. Raises UsageError
+        when the WRITE is over.
         """
         with self._lock:
             if write.state is not WriteState.in_flight:

@@ -96,7 +96,7 @@ class FakeNetwork:
     # --- what the processes do ---------------------------------------------------------------------------------------
 
     def listen(self, address: Address, party: Party) -> None:
-        """Accept connections at ``address`` from now on."""
+        """Accept connections at ``address`` from now on. Raises UsageError when somebody does already."""
         if address in self._listeners:
             raise UsageError(f"{self._listeners[address].name!r} listens at {address} already")
         self._listeners[address] = party

@@ -39,6 +39,13 @@ def add(writer, cache, peer, **changes):
     return writer.add_remote(**(arguments | changes))
 
 
+def loaded(world):
+    """A writer with one peer loaded."""
+    writer, cache = world.writer()
+    peer = world.peer()
+    return writer, cache, peer, add(writer, cache, peer)
+
+
 def until(condition, deadline_s=DEADLINE_S):
     """Try until the condition gives something true, and return that; fail after the deadline."""
     end = time.monotonic() + deadline_s
@@ -111,6 +118,15 @@ def assert_refused(error, peer):
     assert peer.agent_name in str(error)
 
 
+def assert_refused_without_a_trace(writer, cache, peer, **changes):
+    """Adding the peer like this fails; nothing stays loaded, and adding it as it is works."""
+    with pytest.raises(TransportError) as caught:
+        add(writer, cache, peer, **changes)
+    assert_refused(caught.value, peer)
+    assert_balanced(writer)
+    push(writer, add(writer, cache, peer), peer)
+
+
 def assert_balanced(transport):
     counts = transport.counts
     assert counts.remotes_added == counts.remotes_removed
@@ -130,9 +146,7 @@ def in_flight_write(writer, cache, peer):
 
 class TestWrites:
     def test_bytes_land_and_one_notification_follows(self, world):
-        writer, cache = world.writer()
-        peer = world.peer()
-        remote = add(writer, cache, peer)
+        writer, cache, peer, remote = loaded(world)
         arrival = push(writer, remote, peer, local=(3, 9), there=(15, 4), payload=b"\x00\xff binary")
         expected = np.zeros_like(cache.blocks)
         expected[1, 7] = cache.blocks[0, 3]
@@ -221,6 +235,27 @@ class TestWrites:
             assert await_arrivals(peer, 1)[0].notification == Notification(writer.agent_name, bytes([i]))
             assert np.array_equal(peer.arrivals[0].blocks[0, 0], cache.blocks[0, i])
 
+    def test_writers_are_told_apart_by_their_names_and_need_not_be_known(self, world):
+        """The receiver has loaded nobody's metadata."""
+        peer = world.peer()
+        for i in range(2):
+            writer, cache = world.writer(name=f"writer{i}")
+            arrival = push(writer, add(writer, cache, peer), peer, local=(i,), there=(i,), payload=b"same")
+            assert arrival.notification == Notification(writer.agent_name, b"same")
+            assert np.array_equal(arrival.blocks[0, i], cache.blocks[0, i])
+
+    def test_an_abandoned_write_may_land_and_never_notifies(self, world):
+        writer, cache = world.writer()
+        peer = world.peer()
+        remote, write = in_flight_write(writer, cache, peer)
+        writer.abandon_write(write)
+        peer.resume()
+        push(writer, remote, peer, local=(2,), there=(2,), payload=b"later")
+        assert_quiet(peer, 2)
+        assert [arrival.notification.payload for arrival in peer.arrivals] == [b"pushed", b"later"]
+        block = peer.blocks()[0, 1]
+        assert np.array_equal(block, cache.blocks[0, 1]) or not block.any()
+
     @pytest.mark.parametrize(
         ("local", "there"),
         [
@@ -232,9 +267,7 @@ class TestWrites:
         ],
     )
     def test_malformed_index_lists_are_the_callers_mistake(self, world, local, there):
-        writer, cache = world.writer()
-        peer = world.peer()
-        remote = add(writer, cache, peer)
+        writer, cache, peer, remote = loaded(world)
         with pytest.raises(UsageError, match=peer.agent_name):
             writer.post_write(remote, local, there, b"never")
         push(writer, remote, peer)
@@ -242,9 +275,7 @@ class TestWrites:
 
     @pytest.mark.parametrize(("local", "there"), [(16, 0), (0, 16), (-1, 0), (0, -1), (2**31 - 1, 0), (0, -(2**31))])
     def test_an_index_out_of_range_posts_nothing(self, world, local, there):
-        writer, cache = world.writer()
-        peer = world.peer()
-        remote = add(writer, cache, peer)
+        writer, cache, peer, remote = loaded(world)
         with pytest.raises(TransportError, match=peer.agent_name) as caught:
             writer.post_write(remote, indices(1, local), indices(1, there), b"never")
         assert (caught.value.code, caught.value.disconnected) == (FailureCode.write_failed, False)
@@ -254,9 +285,7 @@ class TestWrites:
         writer.remove_remote(remote)
 
     def test_a_handle_is_not_used_after_its_end(self, world):
-        writer, cache = world.writer()
-        peer = world.peer()
-        remote = add(writer, cache, peer)
+        writer, cache, peer, remote = loaded(world)
         write = writer.post_write(remote, indices(0), indices(0), b"once")
         finish(writer, write, peer)
         for use in (writer.poll_write, writer.abandon_write):
@@ -312,9 +341,7 @@ class TestRemotes:
         assert_balanced(writer)
 
     def test_an_agent_that_is_loaded_is_not_loaded_again(self, world):
-        writer, cache = world.writer()
-        peer = world.peer()
-        remote = add(writer, cache, peer)
+        writer, cache, peer, remote = loaded(world)
         with pytest.raises(TransportError, match="already loaded") as caught:
             add(writer, cache, peer)
         assert_refused(caught.value, peer)
@@ -355,11 +382,7 @@ class TestRemotes:
     def test_junk_is_refused_and_does_no_harm(self, world, mangled):
         writer, cache = world.writer()
         peer = world.peer()
-        with pytest.raises(TransportError) as caught:
-            add(writer, cache, peer, metadata=mangled(peer.metadata, peer.agent_name.encode()))
-        assert_refused(caught.value, peer)
-        assert_balanced(writer)
-        push(writer, add(writer, cache, peer), peer)
+        assert_refused_without_a_trace(writer, cache, peer, metadata=mangled(peer.metadata, peer.agent_name.encode()))
 
     def test_damage_behind_the_name_makes_the_name_unusable_here(self, world):
         writer, cache = world.writer()
@@ -396,11 +419,7 @@ class TestRemotes:
     def test_rows_that_do_not_fit_are_refused_and_everything_is_undone(self, world, change):
         writer, cache = world.writer()
         peer = world.peer()
-        with pytest.raises(TransportError) as caught:
-            add(writer, cache, peer, remote_rows=change(peer.rows))
-        assert_refused(caught.value, peer)
-        assert_balanced(writer)
-        push(writer, add(writer, cache, peer), peer)
+        assert_refused_without_a_trace(writer, cache, peer, remote_rows=change(peer.rows))
 
     def test_rows_of_one_side_may_differ_in_count_and_length(self, world):
         """Layer 0 in whole blocks, layer 1 in halves here and in fewer blocks there: indices count what lies before."""
@@ -480,20 +499,12 @@ class TestRemotes:
     def test_local_rows_outside_the_registered_memory_are_refused(self, world):
         writer, cache = world.writer()
         peer = world.peer()
-        with pytest.raises(TransportError) as caught:
-            add(writer, cache, peer, local_rows=np.array([JUNK_ROW] * 2, np.uint64))
-        assert_refused(caught.value, peer)
-        assert_balanced(writer)
-        push(writer, add(writer, cache, peer), peer)
+        assert_refused_without_a_trace(writer, cache, peer, local_rows=np.array([JUNK_ROW] * 2, np.uint64))
 
     def test_a_kind_of_memory_that_is_not_advertised_is_refused_and_undone(self, world):
         writer, cache = world.writer()
         peer = world.peer()
-        with pytest.raises(TransportError) as caught:
-            add(writer, cache, peer, kind=MemoryKind.vram)
-        assert_refused(caught.value, peer)
-        assert_balanced(writer)
-        push(writer, add(writer, cache, peer), peer)
+        assert_refused_without_a_trace(writer, cache, peer, kind=MemoryKind.vram)
 
     def test_metadata_stays_the_same(self, world):
         writer, cache = world.writer()
@@ -506,9 +517,7 @@ class TestRemotes:
 class TestLostPeers:
     @pytest.mark.without(IN_PROCESS, reason="an agent cannot be killed without the process that this test runs in")
     def test_writes_to_a_killed_peer_fail_at_once(self, world):
-        writer, cache = world.writer()
-        peer = world.peer()
-        remote = add(writer, cache, peer)
+        writer, cache, peer, remote = loaded(world)
         push(writer, remote, peer)
         world.kill(peer)
         assert_lost(failure_of_write(writer, remote), peer)
@@ -530,9 +539,7 @@ class TestLostPeers:
 
     @pytest.mark.without(IN_PROCESS, reason="an agent cannot be stopped without the process that this test runs in")
     def test_a_write_to_a_frozen_peer_neither_ends_nor_fails_until_it_thaws(self, world):
-        writer, cache = world.writer()
-        peer = world.peer()
-        remote = add(writer, cache, peer)
+        writer, cache, peer, remote = loaded(world)
         push(writer, remote, peer)
         world.freeze(peer)
         write = writer.post_write(remote, indices(1), indices(1), b"thawed")
@@ -555,9 +562,7 @@ class TestLostPeers:
         assert_balanced(writer)
 
     def test_a_lost_remote_stays_loaded_until_it_is_removed(self, world):
-        writer, cache = world.writer()
-        peer = world.peer()
-        remote = add(writer, cache, peer)
+        writer, cache, peer, remote = loaded(world)
         push(writer, remote, peer)
         peer.close()
         assert_lost(failure_of_write(writer, remote), peer)
@@ -622,6 +627,35 @@ class TestTheEnd:
         assert time.monotonic() - start < 1.0
         assert_balanced(writer)
 
+    def test_after_close_nothing_more_is_read_from_the_source(self, world):
+        """The one thing that ends a WRITE for good: prefill's blocks are reusable once its agent is destroyed."""
+        writer, cache = world.writer(layers=1, blocks=8, block_bytes=1 << 20)
+        peer = world.peer(layers=1, blocks=8, block_bytes=1 << 20)
+        remote = add(writer, cache, peer)
+        push(writer, remote, peer)
+        peer.pause()
+        rest = indices(*range(1, 8))
+        writer.post_write(remote, rest, rest, b"never ends")
+        before = cache.blocks.copy()
+        writer.close()
+        cache.blocks[:] = ~before  # its next owner's
+        peer.resume()
+        assert_quiet(peer, 1)
+        landed = peer.blocks()[0, 1:]
+        assert np.all((landed == before[0, 1:]) | (landed == 0))
+
+    @pytest.mark.without(IN_PROCESS, reason="an agent cannot be stopped without the process that this test runs in")
+    def test_close_is_bounded_beside_a_frozen_peer(self, world):
+        writer, cache, peer, remote = loaded(world)
+        push(writer, remote, peer)
+        world.freeze(peer)
+        for _ in range(5):
+            writer.post_write(remote, indices(1), indices(1), b"never ends")
+        start = time.monotonic()
+        writer.close()
+        assert time.monotonic() - start < 1.0
+        assert_balanced(writer)
+
     def test_a_closed_transport_refuses_everything(self, world):
         writer, cache = world.writer()
         peer = world.peer()
@@ -641,9 +675,7 @@ class TestTheEnd:
                 use()
 
     def test_another_thread_is_refused(self, world):
-        writer, cache = world.writer()
-        peer = world.peer()
-        remote = add(writer, cache, peer)
+        writer, cache, peer, remote = loaded(world)
         write = writer.post_write(remote, indices(0), indices(0), b"mine")
         uses = [
             writer.metadata,

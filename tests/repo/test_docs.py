@@ -30,6 +30,24 @@ def test_links_lead_to_files(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
 
 
+FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|\w+\.(?:py|md|toml))`")
+TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)(?:::(\w+))?`")
+TARGET = re.compile(r"(?:^|`|[A-Z_]+=\S+ )make (\w+)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_tests_and_commands_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text()
+    places = (ROOT, ROOT / "kvpush", page.parent)
+    missing = [name for name in FILE.findall(text) if not any((place / name).exists() for place in places)]
+    for path, *names in TEST.findall(text):
+        source = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+        missing += [f"{path}::{name}" for name in names if name and not re.search(rf"(def|class) {name}\b", source)]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    missing += [f"make {name}" for name in TARGET.findall(text) if name not in targets]
+    assert not missing, f"{page.relative_to(ROOT)} names {missing}, which do not exist"
+
+
 def test_i5_every_setting_is_documented_with_its_default() -> None:
     rows = re.findall(
         r"^\| `(\w+)` \| (?:`([^`]*)`)? ?\| (.+) \|$", (ROOT / "docs/configuration.md").read_text(), re.MULTILINE

@@ -79,6 +79,7 @@ FORBIDDEN_KEYWORDS = {"allow_pickle"}
 
 # test file, relative to tests/: why it cannot do without
 SLEEPERS = {
+    "threads/test_held_lock.py": "wraps it, to see that the loops do not call it under the registry's lock",
     "processes/peers.py": "until() asks real processes again and again, with a deadline; no fake clock reaches them",
 }
 
@@ -184,14 +185,19 @@ def test_j3_nothing_runs_what_came_over_the_network(module):
     assert not found, f"{module} uses {', '.join(sorted(found))}"
 
 
+SLEEPING = ("time", "asyncio")
+
+
 def sleeps(tree):
-    """Lines that call ``time.sleep``, under whatever name."""
+    """Lines that call ``time.sleep`` or ``asyncio.sleep``, under whatever name, or wait for an event nobody can set."""
     modules, functions = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules |= {alias.asname or alias.name for alias in node.names if alias.name == "time"}
-        elif isinstance(node, ast.ImportFrom) and node.module == "time":
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name in SLEEPING}
+        elif isinstance(node, ast.ImportFrom) and node.module in SLEEPING:
             functions |= {alias.asname or alias.name for alias in node.names if alias.name == "sleep"}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Event().wait"):
+            yield node.lineno
     for node in ast.walk(tree):
         is_method = (
             isinstance(node, ast.Attribute) and node.attr == "sleep" and getattr(node.value, "id", "") in modules
@@ -218,7 +224,9 @@ def test_the_sleep_check_would_see_one():
     assert list(sleeps(ast.parse("import time\ntime.sleep(1)"))) == [2]
     assert list(sleeps(ast.parse("import time as t\nt.sleep(1)"))) == [2]
     assert list(sleeps(ast.parse("from time import sleep as nap\nnap(1)"))) == [2]
-    assert list(sleeps(ast.parse("import asyncio\nasyncio.sleep(1)"))) == []
+    assert list(sleeps(ast.parse("import asyncio\nasyncio.sleep(1)"))) == [2]
+    assert list(sleeps(ast.parse("import threading\nthreading.Event().wait(1)"))) == [2]
+    assert list(sleeps(ast.parse("import zzz\nzzz.sleep(1)"))) == []
 
 
 def test_the_import_check_would_see_them():

@@ -307,3 +307,11 @@ def test_mypy_sees_a_mistyped_trigger(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     wrong_lines = {int(line.split(":")[1]) for line in done.stdout.splitlines() if line.startswith("mistyped.py")}
     assert wrong_lines == {7, 8, 9, 10}, done.stdout + done.stderr
+
+
+def test_the_library_behind_the_tables_keeps_quiet():
+    assert logging.getLogger("transitions").level == logging.WARNING
+
+
+def test_every_table_has_its_name():
+    assert [table.name for table in LIFECYCLES] == ["engine", "push", "receive"]

@@ -1,0 +1,350 @@
+"""What a mutation run found that no other test looked at: counters, what is shown, and rarely taken turns."""
+
+import numpy as np
+import pytest
+from core_worlds import (
+    CONFIG,
+    SOON_S,
+    connect,
+    lose,
+    make_connected,
+    make_pair,
+    make_world,
+    only_engine,
+    run_to_the_end,
+)
+
+from kvpush import wire
+from kvpush.errors import Failure, FailureCode
+from kvpush.lines import Lines
+from kvpush.pushes import Push
+
+
+def counted(owner, *names):
+    return {name: owner.core.counters[name] for name in names}
+
+
+def link_to(prefill, decode):
+    return next(link for link, known in prefill.core._links.items() if known.hello.engine_id == decode.engine_id)
+
+
+# --- counters --------------------------------------------------------------------------------------------------------
+
+
+def test_every_event_of_a_plain_push_is_counted_once():
+    world, prefill, decode = make_pair()
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(SOON_S)
+    assert prefill.core.counters == {
+        "pushes": 1, "registrations": 1, "pushes_deferred": 1, "handshakes_started": 1, "handshakes_succeeded": 1,
+        "pushes_done": 1, "bytes_written": 128,
+    }  # fmt: skip
+    assert decode.core.counters == {
+        "receives": 1, "handshakes_started": 1, "handshakes_succeeded": 1, "receives_done": 1,
+    }  # fmt: skip
+    world.advance(CONFIG.engine_ttl_s + CONFIG.evict_grace_s + 1)
+    for owner in (prefill, decode):
+        assert counted(owner, "engines_stale_idle", "engines_evicted") == {
+            "engines_stale_idle": 1,
+            "engines_evicted": 1,
+        }
+
+
+@pytest.mark.parametrize(("disconnected", "code"), [(True, "peer_lost"), (False, "write_failed")])
+def test_a_write_that_fails_is_counted_once(disconnected, code):
+    world, prefill, decode = make_connected()
+    world.hold_writes = True
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(SOON_S)
+    world.fail_write(world.writes[0], disconnected=disconnected)
+    world.advance(SOON_S)
+    assert counted(prefill, f"writes_failed_{code}", "engines_stale_lost", "engines_evicted") == {
+        f"writes_failed_{code}": 1,
+        "engines_stale_lost": 1,
+        "engines_evicted": 1,
+    }
+
+
+def test_messages_that_are_not_believed_are_counted_once():
+    world, prefill, decode = make_connected()
+    prefill.core.message(b"stranger", wire.Heartbeat(), world.clock())
+    hello = prefill.core._links[link_to(prefill, decode)].hello
+    fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
+    prefill.core.message(b"new", wire.Hello(**fields | {"rank": (0, 1), "engine_id": "d9"}), world.clock())
+    assert counted(prefill, "messages_before_hello", "hellos_refused_incompatible") == {
+        "messages_before_hello": 1,
+        "hellos_refused_incompatible": 1,
+    }
+    (link,) = decode.core._links
+    for message in (
+        wire.Failed("t", 99, FailureCode.closing, "?", settled=True),
+        wire.Drained("t", 99),
+        wire.Refused(FailureCode.malformed, "?"),
+    ):
+        decode.core.message(link, message, world.clock())
+    assert counted(decode, "messages_late", "refusals_malformed") == {"messages_late": 2, "refusals_malformed": 1}
+
+
+# --- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def test_both_sides_say_how_long_it_took_and_prefill_which_link_it_was():
+    world, prefill, decode = make_connected()
+    receive = decode.expect("t", [7], prefill)
+    world.advance(2)
+    push = prefill.push("t", [3])
+    world.advance(SOON_S)
+    assert 2 < receive.finished.duration_s < 2 + SOON_S
+    assert 0 < push.finished.duration_s < SOON_S
+    assert only_engine(prefill).address == f"link {link_to(prefill, decode).hex()}"
+
+
+def test_goodbye_closes_the_engine_on_decode():
+    world, prefill, decode = make_connected()
+    prefill.close()
+    world.advance(SOON_S)
+    assert (only_engine(decode).state, only_engine(decode).reason) == ("evicted", "closing")
+
+
+def test_positions_that_arrive_are_activity():
+    world, prefill, decode = make_connected()
+    world.hold_writes = True
+    decode.expect("t", [7, 8], prefill)
+    prefill.push("t", [3], last=False)
+    world.advance(1)  # Writing came long ago
+    assert only_engine(decode).idle_s > 0.9
+    world.finish(world.writes[0])
+    world.advance(SOON_S)
+    assert only_engine(decode).idle_s <= SOON_S
+
+
+# --- rarely taken turns ----------------------------------------------------------------------------------------------
+
+
+def test_only_the_engine_that_was_dropped_loses_its_registrations():
+    world = make_world()
+    prefill, d0, d1 = world.prefill("p0"), world.decode("d0"), world.decode("d1")
+    connect(world, prefill, d0, d1)
+    lost, kept = d0.expect("t0", [7], prefill), d1.expect("t1", [7], prefill)
+    world.advance(SOON_S)
+    prefill.drop_engine("d0")
+    world.advance(SOON_S)
+    assert (lost.code, kept.is_over) == ("engine_dropped", False)
+    prefill.push("t1", [3])
+    world.advance(SOON_S)
+    assert kept.outcome == "done"
+
+
+def test_after_a_refusal_for_a_drop_the_push_may_still_be_for_somebody_else():
+    world = make_world()
+    prefill, d0, d1 = world.prefill("p0"), world.decode("d0"), world.decode("d1")
+    connect(world, prefill, d0, d1)
+    d0.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    prefill.drop_engine("d0")
+    world.advance(SOON_S)
+    receive, push = d1.expect("t", [7], prefill), prefill.push("t", [3])
+    world.advance(SOON_S)
+    assert (receive.outcome, push.outcome) == ("done", "done")
+
+
+def test_an_unknown_transfer_among_renewals_stops_none_of_the_others():
+    world, prefill, decode = make_connected()
+    push = prefill.push("t", [3])
+    world.advance(CONFIG.lease_s - 1)
+    decode.renew(["unknown", "t"], prefill)
+    world.advance(CONFIG.lease_s - 1)
+    assert not push.is_over
+
+
+def test_a_silent_engine_takes_its_registrations_and_its_link_with_it():
+    world, prefill, decode = make_connected()
+    decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    decode.freeze()
+    world.advance(CONFIG.liveness_timeout_s + 1)
+    gauges = prefill.core.gauges()
+    assert (gauges["links"], gauges["registrations_waiting"]) == (0, 0)
+
+
+def test_a_link_that_comes_back_before_its_end_is_noticed_takes_the_place_of_the_old_one():
+    world, prefill, decode = make_connected()
+    decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    old = link_to(prefill, decode)
+    hello = prefill.core._links[old].hello
+    prefill.core.message(b"new", hello, world.clock())
+    assert list(prefill.core._links) == [b"new"]
+    assert prefill.core.gauges()["registrations_waiting"] == 0  # decode asks again on the new one
+
+
+def test_a_chunk_is_fenced_until_its_fence_is_reached():
+    world, prefill, _ = make_pair()
+    ids = np.array([3], dtype=np.int64)
+    prefill.core.push("t", 0, ids, last=True, fenced=True, index=0, now_s=world.clock())
+    assert prefill.core.is_fenced("t", 0)
+    assert not prefill.core.is_fenced("t", 1)
+    assert not prefill.core.is_fenced("unknown", 0)
+    prefill.core.fence_reached("t", 0, world.clock())
+    assert not prefill.core.is_fenced("t", 0)
+
+
+def test_decode_is_written_to_from_register_to_the_end():
+    world, prefill, decode = make_connected()
+    assert not decode.core.is_written_to
+    decode.expect("t", [7], prefill)
+    assert decode.core.is_written_to
+    prefill.push("t", [3])
+    world.advance(SOON_S)
+    assert not decode.core.is_written_to
+
+
+def test_a_record_that_is_ending_is_not_used_for_the_next_receive():
+    """A receive keeps the old generation pinned; the next one gets a generation that can serve."""
+    world, prefill, decode = make_connected()
+    registry = decode.registry
+    generation = registry.generation_of("p0")
+    registry.pin(generation)
+    address = only_engine(decode).address
+    registry.lost(generation, "cable", link_is_up=False)
+    following, _ = registry.admit_address("p0", address)
+    assert following != generation
+    assert registry.state_of(generation) == "stale"
+
+
+def test_a_line_that_vanishes_while_another_is_served_is_passed_over():
+    lines, served = Lines(4), []
+    for generation, name in ((1, "a"), (2, "b"), (3, "c")):
+        lines.join(Push(name, opened_s=0.0, lease_until_s=1.0), generation)
+
+    def post_next(push, generation):
+        served.append(push.transfer_id)
+        lines.leave(generation)
+        lines.disband(2)  # the engine was lost
+        return True
+
+    lines.serve(post_next)
+    assert served == ["a", "c"]
+
+
+def test_a_line_behind_a_handshake_that_is_empty_is_not_kept():
+    lines, push = Lines(4), Push("a", opened_s=0.0, lease_until_s=1.0)
+    push.generation = 1
+    lines.defer(push, 1)
+    lines.undefer(push)
+    assert not lines._deferred
+
+
+def test_failures_of_an_earlier_life_of_the_link_do_not_count_against_a_receive():
+    """Its attempts are counted anew for every generation that dials."""
+    world, prefill, decode = make_connected(handshake_attempts=2)
+    receive = decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    epoch = receive.epoch
+    inner = decode.core._receives[epoch]
+    inner.failed_attempts = 1
+    world.network.cut("p0", "d0")
+    world.advance(1)
+    assert decode.core._receives[epoch].failed_attempts == 0
+    prefill.push("t", [3])
+    run_to_the_end(world)
+    assert receive.outcome == "done"
+
+
+def test_a_push_that_failed_before_any_registration_tells_nobody():
+    world, prefill, _ = make_pair()
+    push = prefill.push("t", [3])
+    prefill.fail("t", Failure(FailureCode.write_failed, "its ready event raised"))
+    assert (push.outcome, push.is_free) == ("failed", True)
+    run_to_the_end(world)
+
+
+def test_a_stalled_write_and_a_refused_registration_are_counted_once():
+    world, prefill, decode = make_connected()
+    world.stalling.add("d0")
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(CONFIG.stall_timeout_s + 1)
+    assert counted(prefill, "writes_stalled", "pushes_in_doubt") == {"writes_stalled": 1, "pushes_in_doubt": 1}
+    world.advance(1)
+    decode.expect("t", [8], prefill)
+    world.advance(SOON_S)
+    refused = {name: n for name, n in prefill.core.counters.items() if name.startswith("registrations_refused_")}
+    assert list(refused.values()) == [1]
+
+
+def test_decode_says_goodbye_when_it_closes():
+    world, prefill, decode = make_connected()
+    decode.close()
+    world.advance(SOON_S)
+    assert (only_engine(prefill).state, only_engine(prefill).reason) == ("evicted", "closing")
+
+
+def test_goodbye_ends_the_registrations_that_came_before_it():
+    world, prefill, decode = make_connected()
+    decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    prefill.core.message(link_to(prefill, decode), wire.Goodbye("?"), world.clock())
+    assert prefill.core.gauges()["registrations_waiting"] == 0
+
+
+def test_goodbye_in_place_of_welcome_is_a_failed_attempt_at_once():
+    world, prefill, decode = make_pair()
+    world.network.tamper = lose(wire.Welcome)
+    decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    (link,) = decode.core._links
+    decode._perform(decode.core.message(link, wire.Goodbye("not here"), world.clock()))
+    assert (only_engine(decode).state, only_engine(decode).handshake_failures) == ("unknown", 1)
+    assert "not here" in only_engine(decode).last_error
+
+
+def test_what_is_asked_again_on_a_new_link_pins_it_only_until_the_answer():
+    world, prefill, decode = make_connected()
+    world.hold_writes = True
+    receive = decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(SOON_S)
+    decode.cancel("t")
+    world.network.cut("p0", "d0")
+    world.advance(1)
+    assert only_engine(decode).in_flight == 1
+    world.heal()
+    run_to_the_end(world)
+    assert receive.is_free
+    assert all(engine.in_flight == 0 for engine in decode.registry.snapshot())
+
+
+def test_a_push_that_is_cancelled_behind_its_handshake_is_drained():
+    world, prefill, decode = make_pair()
+    world.network.tamper = lose(wire.Metadata)
+    receive, push = decode.expect("t", [7], prefill), prefill.push("t", [3])
+    world.advance(SOON_S)
+    decode.cancel("t")
+    world.advance(SOON_S)
+    assert (push.outcome, receive.released.reason, receive.released.proven) == ("cancelled", "drained", True)
+
+
+def test_a_failure_that_crosses_the_cancel_proves_that_nothing_was_written():
+    world, prefill, decode = make_connected()
+    receive = decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    prefill.cancel("t")
+    decode.cancel("t")
+    world.advance(SOON_S)
+    assert (receive.outcome, receive.released.proven) == ("cancelled", True)
+
+
+def test_a_chunk_that_decode_did_not_ask_for_ends_no_writing():
+    world, prefill, decode = make_connected()
+    world.hold_writes = True
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3], last=False)
+    world.advance(SOON_S)
+    prefill.push("t", [4], first_block=1, last=False)
+    assert prefill.core._pushes["t"].state == "writing"
+    world.heal()
+    prefill.push("t", [5], first_block=2)
+    run_to_the_end(world)

@@ -1,0 +1,479 @@
+"""Try every mutation of the modules that decide, and see whether a test notices. ``make mutants``
+
+    python tests/mutants/run.py                          # everything: hours on two cores
+    python tests/mutants/run.py --sample 400 --seed 7    # a random part, the same for the same seed
+    python tests/mutants/run.py --module registry --again survived --stateful
+
+How it works. One process imports what is slow to import (torch, pytest, hypothesis) and forks a child for every
+mutation. The child imports kvpush with an import hook that compiles the mutated tree in place of the file: nothing on
+disk is changed, so several can run at once beside everything else. It then runs, with ``-x``, the tests that reach the
+mutated line, the quickest first; which test reaches which line is traced once and kept. A mutation of a line that runs
+at import is tried on all tests of its module. A child that does not end in time is killed by its id, and that counts as
+noticed: a loop that never ends is a difference.
+
+Results are kept in ``build/mutants`` as they come, so a run that is broken off goes on where it was; they are thrown
+away for a module whose source changes. ``survivors.toml`` explains the mutations that cannot be noticed. The exit code
+is 1 when another one survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import random
+import select
+import signal
+import sys
+import time
+import tomllib
+import traceback
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any
+
+from mutations import Mutation, mutations_of
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "kvpush"
+STATE = ROOT / "build" / "mutants"
+EXPLAINED = Path(__file__).with_name("survivors.toml")
+
+MODULES = (
+    "lifecycle",
+    "registry",
+    "prefill",
+    "decode",
+    "plan",
+    "pushes",
+    "registrations",
+    "endings",
+    "writes",
+    "lines",
+    "prefill_effects",
+    "tombstones",
+    "timers",
+)
+# what decides about these modules without threads that wait and without sockets: a mutation that hangs there costs much
+QUICK = ("tests/core", "tests/unit", "tests/threads", "tests/exhaustive", "tests/repo/test_statecharts.py")
+NOT_QUICK = ("test_cli.py", "test_bench.py", "test_demo_model.py", "test_held_lock.py", "test_deeper.py")
+STATEFUL = ("tests/stateful",)
+
+TEST_TIMEOUT_S = 8.0  # of processor time; the slowest of them takes two
+STATEFUL_TIMEOUT_S = 120.0
+CHILD_TIMEOUT_S = 600.0  # for what waits and uses no processor
+TRACE_TIMEOUT_S = 1800.0
+
+REWRITE = "pytest.PytestAssertRewriteWarning"  # hypothesis was imported before pytest asked for it
+
+Covered = dict[str, tuple[float, set[tuple[str, int]]]]  # node id -> seconds, (module, line)
+
+
+# --- in a child ------------------------------------------------------------------------------------------------------
+
+
+class MutatedImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives ``kvpush.<module>`` the mutated code, and every tool that reads its file the file as it is."""
+
+    def __init__(self, module: str, code: CodeType) -> None:
+        self.name = f"kvpush.{module}"
+        self.code = code
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.code.co_filename, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(self.code, module.__dict__)
+
+
+class Selection:
+    """Runs the wanted tests only, in the order wanted, and remembers the first that fails."""
+
+    def __init__(self, wanted: Sequence[str] | None, limit_s: float) -> None:
+        self._place = None if wanted is None else {node_id: place for place, node_id in enumerate(wanted)}
+        self._limit_s = limit_s
+        self.failed = ""
+        signal.signal(signal.SIGPROF, lambda *_: os._exit(0))  # nothing is answered: it did not end in time
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        signal.setitimer(signal.ITIMER_PROF, self._limit_s)  # its own processor time: a busy machine is not to blame
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        place = self._place
+        if place is not None:
+            items[:] = sorted((i for i in items if i.nodeid in place), key=lambda i: place[i.nodeid])
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed and not self.failed:
+            self.failed = f"{report.nodeid} (not collected)"
+
+
+class Tracer:
+    """Which lines of the mutated modules each test runs."""
+
+    def __init__(self) -> None:
+        self.covered: Covered = {}
+        self._modules = {str(PACKAGE / f"{module}.py"): module for module in MODULES}
+        self._lines: set[tuple[str, int]] = set()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._lines, self._start_s = set(), time.perf_counter()
+        sys.settrace(self._call)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        sys.settrace(None)
+        self.covered[nodeid] = (time.perf_counter() - self._start_s, self._lines)
+
+    def _call(self, frame: FrameType, event: str, arg: object) -> Any:
+        module = self._modules.get(frame.f_code.co_filename)
+        if module is None:
+            return None
+        lines = self._lines
+
+        def line(frame: FrameType, event: str, arg: object) -> Any:
+            lines.add((module, frame.f_lineno))
+            return line
+
+        return line(frame, event, arg)
+
+
+def run_pytest(paths: Iterable[str], plugins: Sequence[object]) -> int:
+    import pytest
+
+    sys.path.insert(0, str(ROOT))
+    os.environ["HYPOTHESIS_PROFILE"] = "ci"  # the same inputs for every mutation
+    options = [
+        "-x",
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:faulthandler",
+        "-o",
+        "addopts=",
+        "-W",
+        f"ignore::{REWRITE}",
+    ]
+    return int(pytest.main([*options, *paths], plugins=list(plugins)))
+
+
+def in_child(task: Any) -> tuple[int, int]:
+    """Fork, run ``task`` there, and let what it returns be read as JSON: (process id, descriptor)."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    try:
+        os.close(reader)
+        os.setsid()
+        os.chdir(ROOT)
+        log = os.open(STATE / f"child-{os.getpid()}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        with os.fdopen(writer, "w") as out:
+            json.dump(task(), out)
+        (STATE / f"child-{os.getpid()}.log").unlink()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
+
+
+def trace() -> dict[str, Any]:
+    tracer = Tracer()
+    code = run_pytest(quick_paths(), [tracer])
+    rows = {node: (seconds, sorted(lines)) for node, (seconds, lines) in tracer.covered.items()}
+    return {"code": code, "covered": rows}
+
+
+def attempt(mutation: Mutation, tests: Sequence[str], paths: Sequence[str] | None) -> dict[str, Any]:
+    """Run the tests against one mutation. ``paths`` in place of ``tests``: whole files."""
+    import ast
+
+    path = PACKAGE / f"{mutation.module}.py"
+    code = compile(mutation.applied(ast.parse(path.read_text())), str(path), "exec")
+    sys.meta_path.insert(0, MutatedImport(mutation.module, code))
+    selection = Selection(None if paths else tests, STATEFUL_TIMEOUT_S if paths else TEST_TIMEOUT_S)
+    files = paths or sorted({node.split("::")[0] for node in tests})
+    code_ = run_pytest(files, [selection])
+    return {"code": code_, "failed": selection.failed}
+
+
+# --- in the parent ---------------------------------------------------------------------------------------------------
+
+
+def quick_paths() -> list[str]:
+    found: list[str] = []
+    for name in QUICK:
+        path = ROOT / name
+        files = [path] if path.is_file() else sorted(path.glob("test_*.py")) if path.is_dir() else []
+        found += [str(file.relative_to(ROOT)) for file in files if file.name not in NOT_QUICK]
+    return found
+
+
+def digest(*paths: Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:16]
+
+
+def read_child(pid: int, reader: int, deadline_s: float) -> dict[str, Any] | None:
+    """What the child answered; ``None`` when it had to be killed or died."""
+    chunks: list[bytes] = []
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        while True:
+            ready, _, _ = select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                os.kill(pid, signal.SIGKILL)
+                break
+            chunk = pipe.read(65536)
+            if not chunk:
+                break
+            chunks.append(chunk)
+    os.waitpid(pid, 0)
+    text = b"".join(chunks)
+    return json.loads(text) if text else None
+
+
+def coverage() -> Covered:
+    """Traced once for each state of the sources and tests."""
+    sources = [PACKAGE / f"{module}.py" for module in MODULES]
+    key = digest(*sources, *(ROOT / path for path in quick_paths()))
+    kept = STATE / f"coverage-{key}.json"
+    if not kept.exists():
+        print("tracing which test runs which line ...", flush=True)
+        answer = read_child(*in_child(trace), time.monotonic() + TRACE_TIMEOUT_S)
+        if answer is None or answer["code"]:
+            sys.exit(f"the tests do not pass on the code as it is: {answer and answer['code']}; see {STATE}")
+        kept.write_text(json.dumps(answer["covered"]))
+    return {
+        node: (seconds, {(module, line) for module, line in lines})
+        for node, (seconds, lines) in json.loads(kept.read_text()).items()
+    }
+
+
+def tests_for(mutation: Mutation, covered: Covered, import_lines: set[tuple[str, int]]) -> list[str]:
+    """The tests that reach the mutated line, quickest first."""
+    here = (mutation.module, mutation.line)
+    if here in import_lines or not any(here in lines for _, lines in covered.values()):  # or called by what is
+        chosen = {node: cost for node, (cost, lines) in covered.items() if any(m == mutation.module for m, _ in lines)}
+        chosen |= {node: cost for node, (cost, _) in covered.items() if "test_statecharts" in node}
+    else:
+        chosen = {node: cost for node, (cost, lines) in covered.items() if here in lines}
+    return sorted(chosen, key=lambda node: (chosen[node], node))
+
+
+def lines_at_import() -> set[tuple[str, int]]:
+    """Lines outside of functions: they run when a module is imported, before any test."""
+    import ast
+
+    found: set[tuple[str, int]] = set()
+    for module in MODULES:
+        tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+        inside = {
+            line
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef)
+            for line in range(node.body[0].lineno, (node.end_lineno or 0) + 1)
+        }
+        everything = range(1, max((node.end_lineno or 0) for node in tree.body) + 1)
+        found |= {(module, line) for line in everything if line not in inside}
+    return found
+
+
+def spread(mutations: list[Mutation], covered: Covered) -> list[Mutation]:
+    """A statement that spans lines is traced at one of them: move a mutation to the nearest line above that runs."""
+    run = {line for _, lines in covered.values() for line in lines}
+    at_import = lines_at_import()
+    moved = []
+    for mutation in mutations:
+        line = mutation.line
+        while line > 1 and (mutation.module, line) not in run and (mutation.module, line) not in at_import:
+            line -= 1
+        is_far = (mutation.module, line) in at_import and (mutation.module, mutation.line) not in at_import
+        moved.append(mutation if is_far else _at(mutation, line))
+    return moved
+
+
+def _at(mutation: Mutation, line: int) -> Mutation:
+    fields = {name: getattr(mutation, name) for name in mutation.__slots__}
+    return Mutation(**(fields | {"line": line}))
+
+
+@dataclass
+class Results:
+    """What is known so far, one line of JSON a mutation."""
+
+    path: Path
+    known: dict[str, dict[str, Any]]
+
+    @classmethod
+    def load(cls) -> Results:
+        path = STATE / "results.jsonl"
+        known: dict[str, dict[str, Any]] = {}
+        for text in path.read_text().splitlines() if path.exists() else ():
+            row = json.loads(text)
+            if row["source"] == digest(PACKAGE / f"{row['module']}.py"):
+                known[row["name"]] = row
+        return cls(path, known)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.known[row["name"]] = row
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def explained() -> dict[str, str]:
+    """Mutation -> why no test can notice it."""
+    entries = tomllib.loads(EXPLAINED.read_text()).get("survivor", []) if EXPLAINED.exists() else []
+    return {name: entry["why"] for entry in entries for name in entry["mutations"]}
+
+
+def chosen(args: argparse.Namespace, results: Results) -> list[Mutation]:
+    found = [m for module in args.module or MODULES for m in mutations_of(PACKAGE / f"{module}.py", module)]
+    if args.sample and args.sample < len(found):
+        found = random.Random(args.seed).sample(found, args.sample)
+    if args.only:
+        return [m for m in found if args.only in m.name]
+    if args.again:
+        return [m for m in found if results.known.get(m.name, {}).get("verdict") == args.again]
+    return [m for m in found if m.name not in results.known]
+
+
+def run(args: argparse.Namespace, results: Results) -> None:
+    covered = coverage()
+    at_import = lines_at_import()
+    waiting = spread(chosen(args, results), covered)
+    print(f"{len(waiting)} mutations to try, {args.jobs} at a time", flush=True)
+    running: dict[int, tuple[int, Mutation, int, float, float]] = {}
+    total, done = len(waiting), 0
+    waiting.reverse()
+    while waiting or running:
+        while waiting and len(running) < args.jobs:
+            mutation = waiting.pop()
+            tests = tests_for(mutation, covered, at_import)
+            paths = list(STATEFUL) if args.stateful else None
+            if not tests and not paths:
+                results.add(row_of(mutation, "survived", "no test runs this line", 0, 0.0))
+                done += 1
+                continue
+            pid, reader = in_child(lambda m=mutation, t=tests, p=paths: attempt(m, t, p))
+            now_s = time.monotonic()
+            running[reader] = (pid, mutation, len(tests), now_s, now_s + CHILD_TIMEOUT_S)
+        for reader in ended(running):
+            pid, mutation, num_tests, start_s, deadline_s = running.pop(reader)
+            answer = read_child(
+                pid, reader, max(time.monotonic(), deadline_s) if deadline_s > time.monotonic() else 0.0
+            )
+            (STATE / f"child-{pid}.log").unlink(missing_ok=True)
+            verdict, by = judged(answer)
+            seconds = time.monotonic() - start_s
+            results.add(row_of(mutation, verdict, by, num_tests, seconds))
+            done += 1
+            mark = "" if verdict == "killed" else f"  {verdict.upper()}"
+            print(f"{done}/{total} {seconds:5.1f} s {mutation.line:4} {mutation.name}{mark}", flush=True)
+
+
+def ended(running: dict[int, tuple[int, Mutation, int, float, float]]) -> list[int]:
+    """Children that answered or died, and those whose time is over."""
+    ready, _, _ = select.select(list(running), [], [], 0.5)
+    now_s = time.monotonic()
+    return [reader for reader, (_, _, _, _, deadline_s) in running.items() if reader in ready or now_s >= deadline_s]
+
+
+def judged(answer: dict[str, Any] | None) -> tuple[str, str]:
+    if answer is None:
+        return "killed", "it did not end in time, or took the process with it"
+    if answer["code"] in (0, 5):
+        return "survived", ""
+    return "killed", answer["failed"] or "the tests could not be run"
+
+
+def row_of(mutation: Mutation, verdict: str, by: str, num_tests: int, seconds: float) -> dict[str, Any]:
+    return {
+        "name": mutation.name,
+        "module": mutation.module,
+        "line": mutation.line,
+        "source": digest(PACKAGE / f"{mutation.module}.py"),
+        "verdict": verdict,
+        "by": by,
+        "tests": num_tests,
+        "seconds": round(seconds, 2),
+    }
+
+
+def report(results: Results) -> int:
+    """Write report.json and report.md; how many survivors nobody has explained."""
+    why = explained()
+    totals = {m: len(mutations_of(PACKAGE / f"{m}.py", m)) for m in MODULES}
+    lines = [
+        "| module | mutations | tried | noticed | explained | not noticed | score |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = list(results.known.values())
+    unexplained = [row for row in rows if row["verdict"] == "survived" and row["name"] not in why]
+    for module in (*MODULES, "all"):
+        mine = [row for row in rows if module in ("all", row["module"])]
+        verdicts = Counter(row["verdict"] for row in mine)
+        left = sum(row["name"] not in why for row in mine if row["verdict"] == "survived")
+        score = f"{verdicts['killed'] / (verdicts['killed'] + left):.1%}" if verdicts["killed"] + left else ""
+        total = sum(totals.values()) if module == "all" else totals[module]
+        lines.append(
+            f"| {module} | {total} | {len(mine)} | {verdicts['killed']} | {verdicts['survived'] - left} "
+            f"| {left} | {score} |"
+        )
+    table = "\n".join(lines)
+    survivors = "\n".join(f"* `{row['name']}` (line {row['line']}) {row['by']}" for row in unexplained)
+    (STATE / "report.md").write_text(f"{table}\n\n{survivors}\n")
+    (STATE / "report.json").write_text(json.dumps(sorted(rows, key=lambda r: r["name"]), indent=1))
+    print(f"\n{table}\n")
+    if survivors:
+        print(f"not noticed and not explained in {EXPLAINED.name}:\n{survivors}")
+    print(f"in full: {STATE / 'report.json'}")
+    return len(unexplained)
+
+
+def preload() -> Iterator[str]:
+    """Import what is slow and not ours, once, before anything is forked."""
+    for name in ("numpy", "torch", "hypothesis", "hypothesis.stateful", "msgspec", "transitions", "zmq", "pytest"):
+        importlib.import_module(name)
+        yield name
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--module", action="append", choices=MODULES, help="only this module (may be given again)")
+    parser.add_argument("--sample", type=int, default=0, help="only so many, chosen at random")
+    parser.add_argument("--seed", type=int, default=1, help="decides which")
+    parser.add_argument("--only", default="", help="only mutations whose name holds this text, tried again")
+    parser.add_argument("--again", choices=("survived", "killed"), help="only those that ended so, tried again")
+    parser.add_argument("--stateful", action="store_true", help="on tests/stateful, a minute each, for survivors")
+    parser.add_argument("--jobs", type=int, default=2, help="at a time")
+    parser.add_argument("--report", action="store_true", help="only write the report of what is known")
+    args = parser.parse_args(arguments)
+    STATE.mkdir(parents=True, exist_ok=True)
+    results = Results.load()
+    if not args.report:
+        list(preload())
+        run(args, results)
+    return 1 if report(results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
