@@ -109,7 +109,7 @@ def test_g6_a_flood_of_registrations_is_refused_above_the_cap_and_leaves_with_it
         def flood(number):
             with Flooder(prefill.address) as flooder:
                 assert flooder.answers([named(hello, "flooder")]) == {"Welcome": 1}
-                registers = [wire.Register(f"{number}/{i}", i, 0, b"\1\0\0\0", 60_000) for i in range(10_000)]
+                registers = [peers.register(f"{number}/{i}", i, b"\1\0\0\0") for i in range(10_000)]
                 for register in registers[:1000]:
                     flooder.socket.send_multipart(wire.encode(register))
                 seen = flooder.answers(registers[1000:])
@@ -128,7 +128,7 @@ def huge_registers(kind, count):
     size = {"above the bound": 2_000_000}.get(kind, 1 << 20)
     packed = wire.pack_block_ids(np.arange(size))
     for i in range(count):
-        yield wire.encode(wire.Register("one" if kind == "one transfer" else f"t{i}", i, 0, packed, 60_000))
+        yield wire.encode(peers.register("one" if kind == "one transfer" else f"t{i}", i, packed))
 
 
 @pytest.mark.parametrize(
@@ -313,12 +313,12 @@ def test_decode_is_not_hurt_by_a_prefill_engine_that_talks_nonsense():
         decode.expect("t", [60], ("127.0.0.1", port))
         assert ear.poll(10_000)
         link, *_ = ear.recv_multipart()
-        ear.send_multipart([link, *wire.encode(wire.Welcome("p0", "i", (0, 0), "agent"))])
+        ear.send_multipart([link, *wire.encode(peers.welcome("p0", "i", "agent", decode.arena))])
         nonsense = [
             wire.encode(wire.Failed("t", 10**6, FailureCode.unknown, "x" * 1000, True)),
             wire.encode(wire.Drained("t", 10**6)),
             [wire.encode(wire.Heartbeat())[0], b"junk"],
-            wire.encode(wire.Welcome("p9", "j", (0, 0), "another")),
+            wire.encode(peers.welcome("p9", "j", "another", decode.arena)),
         ]
 
         def flood(number):

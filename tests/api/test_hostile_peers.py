@@ -135,7 +135,7 @@ def test_a1_j1_j3_junk_of_every_kind_is_answered_or_dropped_and_the_port_lives()
             stranger.say(junk, wire.encode(wire.Heartbeat())[1])
         stranger.say(b"kvpush/999", b"\xff\xfe undecodable")
         stranger.say(*[b"frame"] * 500)
-        until(lambda: prefill.pusher.stats()["messages_malformed"] >= 4 * len(JUNK), what="all junk is counted")
+        until(lambda: prefill.pusher.stats().get("messages_malformed", 0) >= 4 * len(JUNK), what="all junk is counted")
         said = stranger.hear()
         assert isinstance(said, wire.Refused) and said.code == "malformed"
         is_served(prefill, decode)
@@ -146,15 +146,21 @@ def test_a1_j1_j3_junk_of_every_kind_is_answered_or_dropped_and_the_port_lives()
 
 def registrations():
     """J1: every field removed, and every field with every odd value."""
-    good = {"type": "Register", "transfer_id": "t", "epoch": 1, "first_block": 0, "block_ids": b"\0" * 4}
-    good["remaining_ms"] = 1000
+    odds = (None, -1, [], {}, "", 1e308, b"\xff", 2**64 - 1, True, [1], "34", {"0": 3}, float("nan"))
+    want = ["kv", 0, b"\0" * 4, 0]
+    good = {"type": "Register", "transfer_id": "t", "epoch": 1, "wants": [want], "remaining_ms": 1000}
     for name in good:
         yield {key: value for key, value in good.items() if key != name}
-        for odd in (None, -1, [], {}, "", 1e308, b"\xff", 2**64 - 1, True, [1], "34", {"0": 3}, float("nan")):
+        for odd in odds:
             if (name, odd) not in (("remaining_ms", True), ("epoch", True)):
                 yield good | {name: odd}
-    yield good | {"block_ids": b"\0" * 8, "transfer_id": "twice"}
-    yield good | {"block_ids": b"\xff" * 4, "transfer_id": "huge"}
+    for place in range(len(want)):
+        yield good | {"wants": [want[:place]]}
+        for odd in odds:
+            yield good | {"wants": [[*want[:place], odd, *want[place + 1 :]]]}
+    yield good | {"wants": [["kv", 0, b"\0" * 8]], "transfer_id": "twice"}
+    yield good | {"wants": [["kv", 0, b"\xff" * 4]], "transfer_id": "huge"}
+    yield good | {"wants": [want, want], "transfer_id": "one group twice"}
 
 
 def test_j1_odd_registrations_are_dropped_and_a_good_one_works_on_the_same_link():
@@ -165,13 +171,13 @@ def test_j1_odd_registrations_are_dropped_and_a_good_one_works_on_the_same_link(
         for fields in registrations():
             stranger.say(preamble(), msgspec.msgpack.encode(fields))
             count += 1
-        stranger.say(*wire.encode(wire.Register("good", 7, 0, b"", 60_000)))
+        stranger.say(*wire.encode(peers.register("good", 7, b"")))
         until(lambda: prefill.pusher.stats().get("registrations", 0) >= 1)
         prefill.push("good", [1])
         assert prefill.inbox.outcome("good").outcome == "done"
         stats = prefill.pusher.stats()
         assert stats["messages_malformed"] + stats["registrations"] >= count
-        grown = {"type": "Register", "transfer_id": "grown", "epoch": 8, "first_block": 0, "block_ids": b""}
+        grown = {"type": "Register", "transfer_id": "grown", "epoch": 8, "wants": [["kv", 0, b"", 0, "more"]]}
         stranger.say(preamble(), msgspec.msgpack.encode(grown | {"remaining_ms": 9000, "colour": "blue", "x": [1]}))
         prefill.push("grown", [1])
         assert prefill.inbox.outcome("grown").outcome == "done"
@@ -188,7 +194,7 @@ def test_j7_nobody_speaks_before_hello_or_for_another():
         assert isinstance(stranger.hear(), wire.Welcome)
         stranger.say(*wire.encode(wire.Cancel("t1", 1, kvpush.FailureCode.cancelled_by_peer, "")))
         assert isinstance(stranger.hear(), wire.Drained)  # of its own, which never existed
-        stranger.say(*wire.encode(wire.Register("t1", 1, 0, b"\1\0\0\0", 60_000)))
+        stranger.say(*wire.encode(peers.register("t1", 1, b"\1\0\0\0")))
         refused = stranger.hear()
         assert isinstance(refused, wire.Failed) and refused.code == "claimed"
         stranger.say(*wire.encode(real_hello("another")))
@@ -205,7 +211,7 @@ def test_a9_a_peer_with_bad_or_no_metadata_fails_its_own_handshake():
         hello = real_hello()
         stranger.say(*wire.encode(hello))
         assert isinstance(stranger.hear(), wire.Welcome)
-        stranger.say(*wire.encode(wire.Register("t", 1, 0, b"\1\0\0\0", 60_000)))
+        stranger.say(*wire.encode(peers.register("t", 1, b"\1\0\0\0")))
         prefill.push("t", [1])
         for blob, digest in ((b"", b""), (b"nixlSerDes|Agent" + b"\xff" * 400, b"\0" * 32)):
             request = stranger.hear()

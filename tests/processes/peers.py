@@ -30,6 +30,10 @@ import psutil
 import torch
 
 import kvpush
+from kvpush import wire
+from kvpush.identity import holdings_of
+from kvpush.layout import DEFAULT_GROUP, geometry_of
+from kvpush.parallel import Share
 
 CANARY = 0xEE
 PATIENCE_S = 60.0  # for anything that must happen; a busy machine makes it slow, not wrong
@@ -132,6 +136,20 @@ class Arena:
         key = np.uint32(zlib.crc32(f"{transfer_id}/{layer}".encode()))
         keys = (positions + np.uint32(1)) * np.uint32(0x85EBCA6B) ^ key
         return np.ascontiguousarray(self._ramp[np.newaxis, :] ^ keys[:, np.newaxis]).view(np.uint8)
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def register(transfer_id: str, epoch: int, packed: bytes, remaining_ms: int = 60_000) -> wire.Register:
+    """For a cache with one group. ``packed``: block ids as they travel."""
+    return wire.Register(transfer_id, epoch, (wire.Want(DEFAULT_GROUP, 0, packed),), remaining_ms)
+
+
+def welcome(engine_id: str, incarnation: str, agent_name: str, arena: Arena) -> wire.Welcome:
+    """What a prefill engine of one rank, with the same cache, says to those that it accepts."""
+    holdings = holdings_of(geometry_of(arena.caches, arena.shape.spec()))
+    return wire.Welcome(engine_id, incarnation, Share(), holdings, agent_name)
 
 
 # --- events ----------------------------------------------------------------------------------------------------------

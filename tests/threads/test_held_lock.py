@@ -140,10 +140,12 @@ def witness(monkeypatch):
     monkeypatch.setattr(zmq.Poller, "poll", witness.watched("socket", zmq.Poller.poll))
     monkeypatch.setattr(time, "sleep", witness.watched("sleep", time.sleep))
     logger, handler = logging.getLogger("kvpush"), Handler(witness)
-    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    before = logger.level
+    logger.setLevel(logging.DEBUG)  # and not its attribute: a logger remembers what it has been asked before
     logger.addHandler(handler)
     yield witness
     logger.removeHandler(handler)
+    logger.setLevel(before)
 
 
 def fake_factory():

@@ -119,6 +119,7 @@ def public_calls(registry, d0):
         "next_due_s": registry.next_due_s,
         "generation_of": lambda: registry.generation_of("d0"),
         "state_of": lambda: registry.state_of(d0),
+        "describe": lambda: registry.describe("d0"),
         "pins_of": lambda: registry.pins_of(d0),
         "snapshot": registry.snapshot,
         "transitions": registry.transitions,
