@@ -106,10 +106,10 @@ def drained_too_early(monkeypatch):
     """Decode is told that nothing can land while a WRITE is in flight."""
 
     def tell(self, push, cause):
-        if push.registration is not None:
-            self._outbox.send_failed(push.registration, cause.code_for_decode, cause.reason, settled=True)
+        for registration in push.registrations:
+            self._outbox.send_failed(registration, cause.code_for_decode, cause.reason, settled=True)
 
-    monkeypatch.setattr(Endings, "_tell_unsettled", tell)
+    monkeypatch.setattr(Endings, "_tell", tell)
 
 
 def pin_not_taken(monkeypatch):
@@ -143,9 +143,9 @@ def restart_not_seen(monkeypatch):
     """A new incarnation is taken for the old one."""
     admit = Registry.admit
 
-    def without(self, engine_id, incarnation, address):
-        current = self._current_of(engine_id)
-        return admit(self, engine_id, incarnation if current is None else current.incarnation, address)
+    def without(self, engine_id, incarnation, address, rank):
+        current = self._current_of((engine_id, rank))
+        return admit(self, engine_id, incarnation if current is None else current.incarnation, address, rank)
 
     monkeypatch.setattr(Registry, "admit", without)
 

@@ -28,13 +28,16 @@ from kvpush.config import Config
 from kvpush.errors import FailureCode, TransportError
 from kvpush.events import BlocksReleased, PushFinished, ReceiveFinished
 from kvpush.identity import Identity
-from kvpush.layout import CacheGeometry
+from kvpush.layout import DEFAULT_GROUP, CacheGeometry
 from kvpush.lifecycle import State
+from kvpush.parallel import Share
+from kvpush.pushes import Part, Piece
 from kvpush.registry import Registry
 from kvpush.testing import World
 from kvpush.timers import Timers
 
 START_S = 1000.0  # above every duration in CONFIG, so that a number tells whether it is a time
+ALL_LAYERS = range(1)
 BLOCKS = {"t1": 1, "t2": 2}  # the one block of each transfer, on both sides
 
 # Heartbeats and liveness far away: they would only pad the orders of what is looked at here.
@@ -142,8 +145,13 @@ class Peer:
 
     generation: int
     agent_name: str
-    num_blocks: int = 16
     is_loaded: bool = True
+
+    def num_blocks(self, group: int) -> int:
+        return 16
+
+    def len_bytes(self, piece: Piece) -> int:
+        return piece.num_cells
 
 
 @dataclass
@@ -282,10 +290,9 @@ class Universe:
         self._d(
             self.decode.core.expect(
                 transfer_id,
-                blocks,
-                address=("p", 1),
-                engine_id="p0",
-                first_block=0,
+                (decode.Place(DEFAULT_GROUP, 0, blocks),),
+                num_blocks=1,
+                source=decode.Source("p0", 1, 1, {(0, 0): ("p", 1)}),
                 deadline_s=CONFIG.receive_deadline_s,
                 now_s=self.clock.now_s,
             )
@@ -295,7 +302,14 @@ class Universe:
         self.pushed.append(Account(transfer_id, self.prefill.life))
         blocks = np.array([BLOCKS[transfer_id]], dtype=np.int64)
         self._p(
-            self.prefill.core.push(transfer_id, 0, blocks, last=True, fenced=False, index=0, now_s=self.clock.now_s)
+            self.prefill.core.push(
+                transfer_id,
+                (Part(0, (ALL_LAYERS,), 0, blocks),),
+                last=True,
+                fenced=False,
+                index=0,
+                now_s=self.clock.now_s,
+            )
         )
 
     def _pass_time(self) -> None:
@@ -416,12 +430,13 @@ class Universe:
         life = self._decode_agents.index(peer.agent_name)
         if life < self.greeted_life:
             raise Broken(f"rule 14: a WRITE is posted to {peer!r} after another incarnation has said Hello")
-        transfer_id = next(tid for tid, block in BLOCKS.items() if [block] == effect.local_ids.tolist())
+        (piece,) = effect.pieces
+        transfer_id = next(tid for tid, block in BLOCKS.items() if [block] == piece.local_slots.tolist())
         push = self._last(self.pushed, self.prefill.life, transfer_id)
         wanted = [r for r in self.expected if (r.life, r.epoch) == (life, written.epoch)]
         if push.finished is not None:
             raise Broken(f"rule 9: {transfer_id} is written after {push.finished!r}")
-        if [r.transfer_id for r in wanted] != [transfer_id] or effect.remote_ids.tolist() != [BLOCKS[transfer_id]]:
+        if [r.transfer_id for r in wanted] != [transfer_id] or piece.remote_slots.tolist() != [BLOCKS[transfer_id]]:
             raise Broken(f"rule 14: {transfer_id} is written for epoch {written.epoch} of life {life}, {wanted!r}")
         if wanted[0].is_free_for_sure and life == self.decode.life:
             raise Broken(f"rule 12: {transfer_id} is written into blocks that are free: {wanted[0]!r}")
@@ -483,7 +498,7 @@ class Universe:
                     self._hang_up(link)
 
     def _send_to_prefill(self, link: int, message: Any) -> list[Any]:
-        if isinstance(message, wire.Register) and message.block_ids:
+        if isinstance(message, wire.Register) and message.wants:
             receive = self._last(self.expected, self.decode.life, message.transfer_id)
             receive.epoch = receive.epoch or message.epoch
         for connection in self.connections:
@@ -615,7 +630,7 @@ def _by_reference(value: Any) -> tuple[Callable[[int], Any], tuple[int]]:
 
 
 _TABLE = copyreg.dispatch_table | dict.fromkeys(
-    (Config, Identity, CacheGeometry, wire.Metadata, wire.Hello), _by_reference
+    (Config, Identity, CacheGeometry, Share, wire.Metadata, wire.Hello), _by_reference
 )
 
 
