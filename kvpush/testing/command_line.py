@@ -38,6 +38,8 @@ def simulate(num_seeds: int, start: int, workers: int) -> int:
     def progress(totals: Totals) -> None:
         rate = totals.num_seeds / totals.elapsed_s
         text = f"{totals.num_seeds} of {num_seeds} seeds, {rate:.1f} a second, {len(totals.failures)} broke a rule"
+        if totals.failures:
+            text += f": {', '.join(map(str, sorted(totals.failures)[:5]))}"
         end = "\n" if totals.num_seeds >= num_seeds else ""
         sys.stderr.write(f"\r{text}{end}" if sys.stderr.isatty() else f"{text}\n")
         sys.stderr.flush()
