@@ -231,6 +231,7 @@ SHORT_CUTS = (
     "chunk, more",
     "no answer",
     "no answer, late",
+    "nothing asked",
 )
 # Two rows need what this machine leaves out: a decode engine that registers again for nothing, and a fenced chunk.
 # The pair machine and the simulator take them.
@@ -396,7 +397,7 @@ class PrefillMachine(RuleBasedStateMachine):
         self.hello(engine)
         name = self.fresh()
         self.push_one(name, count, last="chunk" not in then)
-        self.register_one(engine, name, count + ("chunk" in then))
+        self.register_one(engine, name, 0 if then == "nothing asked" else count + ("chunk" in then))
         while engine in self.asked and "no answer" not in then:
             self.metadata_comes(is_good=True)
         if "cancel" in then:
