@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpush import wire
 from kvpush.config import Config
+from kvpush.link import LinkMessage
 from kvpush.prefill import REGISTRATION_GRACE_S
 from kvpush.testing import World
 from kvpush.testing.checkers import all_checkers
@@ -269,7 +270,8 @@ class PairMachine(RuleBasedStateMachine):
             if known.hello.engine_id == name and not self.prefill.is_frozen:
                 empty = wire.pack_block_ids(np.array([], dtype=np.int64))
                 message = wire.Register(transfer_id, 2**40, 0, empty, 5000)
-                self.prefill._perform(self.prefill.core.message(link, message, self.world.clock()))
+                self.prefill.link_event(LinkMessage(link, wire.encode(message)))
+                self.world.advance(0.0)
 
     # --- what always holds -------------------------------------------------------------------------------------------
 
