@@ -104,7 +104,7 @@ def run_seeds(
     limit_s: float = math.inf,
     progress: Callable[[Totals], None] = lambda totals: None,
 ) -> Totals:
-    """All of them, or as many as are run within ``limit_s``. ``progress`` is called now and then with the sums so far."""
+    """All of them, or as many as fit into ``limit_s``. ``progress`` is called now and then with the sums so far."""
     start_s = time.perf_counter()
     totals = Totals()
     for part in _batches_run(seeds, min(workers, MAX_WORKERS)):
