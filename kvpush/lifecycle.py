@@ -300,7 +300,12 @@ PUSH: Lifecycle[PushState, PushTrigger] = Lifecycle(
             "every position that decode asked for is written and confirmed (none, when it asked for none)",
         ),
         Row(PushTrigger.failure_settled, _PUSH_OPEN, PushState.failed, "failed, and nothing is in flight"),
-        Row(PushTrigger.cancel_settled, _PUSH_OPEN, PushState.cancelled, "cancelled by either side, nothing in flight"),
+        Row(
+            PushTrigger.cancel_settled,
+            (PushState.waiting, PushState.deferred, PushState.draining, PushState.in_doubt),
+            PushState.cancelled,
+            "cancelled by either side, and nothing is in flight",
+        ),
         Row(
             PushTrigger.expiry_settled,
             (PushState.waiting, PushState.deferred),

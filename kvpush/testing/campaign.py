@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 from collections import Counter
@@ -97,15 +98,21 @@ def run_batch(seeds: Sequence[int]) -> Totals:
 
 
 def run_seeds(
-    seeds: Sequence[int], *, workers: int = 1, progress: Callable[[Totals], None] = lambda totals: None
+    seeds: Sequence[int],
+    *,
+    workers: int = 1,
+    limit_s: float = math.inf,
+    progress: Callable[[Totals], None] = lambda totals: None,
 ) -> Totals:
-    """All of them. ``progress`` is called now and then with the sums so far."""
+    """All of them, or as many as fit into ``limit_s``. ``progress`` is called now and then with the sums so far."""
     start_s = time.perf_counter()
     totals = Totals()
     for part in _batches_run(seeds, min(workers, MAX_WORKERS)):
         totals.merge(part)
         totals.elapsed_s = time.perf_counter() - start_s
         progress(totals)
+        if totals.elapsed_s > limit_s:
+            break
     return totals
 
 

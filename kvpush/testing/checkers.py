@@ -184,11 +184,11 @@ class WantedWhenPosted(Observer):
         self._cancelled: set[tuple[int, int, int]] = set()  # (prefill's life, decode's life, epoch)
 
     def handled(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
-        if peer is None or not isinstance(engine, PrefillEngine):
+        if not isinstance(engine, PrefillEngine):
             return
-        if isinstance(message, wire.Cancel):
+        if isinstance(message, wire.Cancel) and peer is not None:
             self._cancelled.add((engine.life, peer.life, message.epoch))
-        elif isinstance(message, wire.Renew):
+        elif isinstance(message, wire.Renew):  # whoever sent it may be gone when it is read
             for transfer_id in message.transfer_ids:
                 push = engine.open_push(transfer_id)
                 if push is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sim.add_argument("--seeds", type=int, default=500, help="how many (default 500)")
     sim.add_argument("--start", type=int, default=0, help="the first one")
     sim.add_argument("--workers", type=int, default=1, choices=range(1, MAX_WORKERS + 1), help="processes")
+    sim.add_argument("--limit-s", type=float, default=math.inf, help="stop after so many seconds, whatever was run")
     replay = commands.add_parser("replay", help="run one seed again; a failure is shrunk and drawn")
     replay.add_argument("seed", type=int)
     replay.add_argument("--whole", action="store_true", help="draw the run as it is, without shrinking it")
@@ -28,21 +30,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     replay.add_argument("--last", type=int, default=None, help="only the last lines of the chart")
     options = parser.parse_args(arguments)
     if options.command == "sim":
-        return simulate(options.seeds, options.start, options.workers)
+        return simulate(options.seeds, options.start, options.workers, options.limit_s)
     return show(options.seed, is_whole=options.whole, with_heartbeats=options.heartbeats, last=options.last)
 
 
-def simulate(num_seeds: int, start: int, workers: int) -> int:
+def simulate(num_seeds: int, start: int, workers: int, limit_s: float) -> int:
     """Run many seeds. A failure is shrunk and drawn."""
 
     def progress(totals: Totals) -> None:
         rate = totals.num_seeds / totals.elapsed_s
         text = f"{totals.num_seeds} of {num_seeds} seeds, {rate:.1f} a second, {len(totals.failures)} broke a rule"
+        if totals.failures:
+            text += f": {', '.join(map(str, sorted(totals.failures)[:5]))}"
         end = "\n" if totals.num_seeds >= num_seeds else ""
         sys.stderr.write(f"\r{text}{end}" if sys.stderr.isatty() else f"{text}\n")
         sys.stderr.flush()
 
-    totals = run_seeds(range(start, start + num_seeds), workers=workers, progress=progress)
+    seeds = range(start, start + num_seeds)
+    totals = run_seeds(seeds, workers=workers, limit_s=limit_s, progress=progress)
     print(totals.report())
     if totals.failures:
         print()

@@ -87,6 +87,7 @@ class FakeNetwork:
         self._latency_s = latency_s
         self._listeners: dict[Address, Party] = {}
         self._ends: dict[tuple[Party, Any], tuple[_Connection, _End]] = {}
+        self._peers: dict[tuple[Party, Any], Party] = {}  # of every link that ever stood
         self._dialing: set[tuple[Party, int]] = set()
         self._black_holes: set[frozenset[str]] = set()
         self._delays_s: dict[frozenset[str], float] = {}
@@ -131,9 +132,9 @@ class FakeNetwork:
         return True
 
     def peer(self, party: Party, link: Any) -> Party | None:
-        """The process at the other end of a link, as long as this one has not been told that it is over."""
-        found = self._ends.get((party, link))
-        return None if found is None else found[0].other(found[1]).party
+        """The process at the other end of a link, which may be over; ``None`` for one that never stood. An engine that
+        was frozen may handle what came over it long afterwards."""
+        return self._peers.get((party, link))
 
     def links_of(self, party: Party) -> list[Any]:
         """What a process calls its links, oldest first."""
@@ -284,6 +285,8 @@ class FakeNetwork:
         connection.is_pristine = not self._delays_s.get(self._path(connection))
         self._ends[party, link] = (connection, connection.dialer)
         self._ends[listener, there] = (connection, connection.listener)
+        self._peers[party, link] = listener
+        self._peers[listener, there] = party
         connection.dialer.queue.append(LinkOpened(link))
         self._pump(connection, connection.dialer)
 

@@ -154,7 +154,7 @@ class World:
         return (engine for engine in self.alive() if engine.is_running)
 
     def peer_of(self, engine: Engine, link: Any) -> Engine | None:
-        """The process at the other end of a link, as long as this one has not been told that it is over."""
+        """The process at the other end of a link, which may be over."""
         peer = self.network.peer(engine, link)
         return peer if isinstance(peer, Engine) else None
 

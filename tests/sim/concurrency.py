@@ -1,5 +1,6 @@
 """Two experiments for bugs that live in the locks and loops around the cores: no threads, no sockets, no NIXL."""
 
+import contextlib
 import random
 import threading
 
@@ -53,7 +54,7 @@ class FakeListener:
         self.events = events
         self.sent = []
 
-    def receive(self, limit):
+    def receive(self, limit, max_bytes):
         events, self.events = self.events[:limit], self.events[limit:]
         return events
 
@@ -78,7 +79,10 @@ def messages_handled_after_a_bad_one():
     )
     try:
         loop._transport = FakeFabric().transport(identity.agent_name, geometry.memory, memory_ranges(geometry), config)
-        hello = wire.Hello("d0", "one", (0, 0), "p0", identity.fingerprint, "d0/0.0#one")
+        ours = identity
+        hello = wire.Hello(
+            "d0", "one", ours.share, "p0", ours.share, ours.fingerprint, ours.block_sizes_tokens, "d0/0.0#one"
+        )
         good = [LinkMessage(b"link", wire.encode(hello)), LinkMessage(b"link", [b"junk"])]
         loop._listener = FakeListener([LinkMessage(b"bad", wire.encode(hello)), *good])
         handle = loop._core.message
@@ -89,10 +93,8 @@ def messages_handled_after_a_bad_one():
             return handle(link, message, now_s)
 
         loop._core.message = stumble
-        try:
+        with contextlib.suppress(ZeroDivisionError):  # this is how a loop dies
             loop.turn({"ready"})
-        except ZeroDivisionError:
-            pass  # this is how a loop dies
         return len(loop._listener.sent)
     finally:
         loop._context.term()

@@ -152,7 +152,7 @@ SIMULATED = [
     ),
     Plant(
         "D not told of a failed handshake",
-        [Edit(Endings, "_settle_account", "elif cause.outcome is not Outcome.done:", "elif False:")],
+        [Edit(Endings, "_settle_account", "if cause.outcome is not Outcome.done:", "if False:")],
         {"told-at-once"},
     ),
     Plant(
@@ -179,8 +179,8 @@ SIMULATED = [
             Edit(
                 Registrations,
                 "refusal",
-                "return _refusal_after(old, new, push)",
-                "return None",
+                "refusal = _refusal_after(old, new, leg)",
+                "refusal = None",
             ),
         ],
         {"each-position-once", "only-granted-blocks", "drained-means-quiet"},

@@ -1,4 +1,4 @@
-"""Each bug of a list is planted, and something that ``make test`` runs anyway must object to it. ``-s`` shows who did."""
+"""Each bug of a list is planted, and something that ``make test`` runs anyway must object. ``-s`` shows who did."""
 
 import pytest
 from concurrency import an_intruder_gets_in, messages_handled_after_a_bad_one

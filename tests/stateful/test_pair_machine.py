@@ -14,9 +14,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpush import wire
 from kvpush.config import Config
-from kvpush.lifecycle import LIFECYCLES, Lifecycle
+from kvpush.link import LinkMessage
 from kvpush.prefill import REGISTRATION_GRACE_S
 from kvpush.testing import World
+from kvpush.testing.checkers import all_checkers
+from kvpush.testing.rows import all_rows, counting_rows
 
 CONFIG = Config(
     handshake_timeout_s=0.7,
@@ -46,24 +48,12 @@ DECODES = st.sampled_from(["d0", "d1"])
 COUNTS = st.integers(1, 4)
 PICKS = st.integers(0, 7)
 
-covered = set()  # (lifecycle, state, trigger) of every row that was fired in the whole run
-
-
-def record_rows(monkeypatch):
-    fire = Lifecycle.fire
-
-    def recorded(lifecycle, subject, trigger):
-        before = subject.state
-        fire(lifecycle, subject, trigger)
-        covered.add((lifecycle.name, before, trigger))
-
-    monkeypatch.setattr(Lifecycle, "fire", recorded)
-
 
 class PairMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.world = World(0, CONFIG)
+        self.world.observers += all_checkers(self.world)
         self.prefill = self.world.prefill("p0", num_blocks=32)
         self.decodes = {name: self.world.decode(name, num_blocks=24) for name in ("d0", "d1")}
         self.fenced = []  # (push, chunk index, positions)
@@ -283,13 +273,16 @@ class PairMachine(RuleBasedStateMachine):
         for link, known in list(self.prefill.core._links.items()):
             if known.hello.engine_id == name and not self.prefill.is_frozen:
                 message = wire.Register(transfer_id, 2**40, (), 5000)
-                self.prefill._perform(self.prefill.core.message(link, message, self.world.clock()))
+                self.prefill.link_event(LinkMessage(link, wire.encode(message)))
+                self.world.advance(0.0)
 
     # --- what always holds -------------------------------------------------------------------------------------------
 
     @invariant()
     def the_world_is_in_order(self):
         self.world.check()
+        for observer in self.world.observers:
+            observer.checked()
 
     @invariant()
     def the_tables_are_bounded(self):
@@ -338,18 +331,16 @@ STEPS = 50
 
 
 @pytest.mark.timeout(600)
-def test_rules_hold_whatever_happens_and_every_row_is_taken(monkeypatch):
-    covered.clear()
-    record_rows(monkeypatch)
-    run_state_machine_as_test(
-        PairMachine,
-        settings=settings(max_examples=EXAMPLES, stateful_step_count=STEPS, derandomize=True, deadline=None),
-    )
-    rows = {
-        (lifecycle.name, state, row.trigger)
-        for lifecycle in LIFECYCLES
-        for row in lifecycle.rows
-        for state in row.sources
-    }
-    missing = rows - covered
+def test_rules_hold_whatever_happens_and_every_row_is_taken():
+    with counting_rows() as rows:
+        run_state_machine_as_test(
+            PairMachine,
+            settings=settings(
+                max_examples=max(EXAMPLES, settings().max_examples),
+                stateful_step_count=STEPS,
+                derandomize=True,
+                deadline=None,
+            ),
+        )
+    missing = all_rows() - set(rows)
     assert not missing, f"rows that were never taken: {sorted(missing)}"
