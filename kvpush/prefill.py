@@ -370,7 +370,7 @@ class PrefillCore:
                 self._registrations.take(old.transfer_id)
             old.unlink()
             self._outbox.send_failed(old, FailureCode.superseded, "registered again")
-        new.link.transfer_ids.add(new.transfer_id)
+        new.link.transfer_ids[new.transfer_id] = None
         if push is None:
             self._registrations.park(new)
         else:

@@ -30,7 +30,7 @@ class Link:
     link: LinkId
     hello: wire.Hello
     generation: int | None = None
-    transfer_ids: set[str] = field(default_factory=set)  # registered over it and not ended
+    transfer_ids: dict[str, None] = field(default_factory=dict)  # registered over it and not ended, oldest first
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,7 @@ class Registration:
 
     def unlink(self) -> None:
         """It has ended, and does not end with its link any more."""
-        self.link.transfer_ids.discard(self.transfer_id)
+        self.link.transfer_ids.pop(self.transfer_id, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,3 +348,17 @@ def test_a_chunk_that_decode_did_not_ask_for_ends_no_writing():
     world.heal()
     prefill.push("t", [5], first_block=2)
     run_to_the_end(world)
+
+
+def test_what_ends_with_its_link_ends_in_the_order_in_which_it_came():
+    """A set of ids has another order in every process: the same seed would not give the same run."""
+    world, prefill, decode = make_connected()
+    names = [f"transfer {number}" for number in range(12)]
+    for number, name in enumerate(names):
+        decode.expect(name, [number], prefill)
+    world.advance(SOON_S)
+    effects = prefill.core.drop_engine("d0", world.clock())
+    told = [
+        effect.message.transfer_id for effect in effects if isinstance(getattr(effect, "message", None), wire.Failed)
+    ]
+    assert told == names
