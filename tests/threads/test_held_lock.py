@@ -140,10 +140,12 @@ def witness(monkeypatch):
     monkeypatch.setattr(zmq.Poller, "poll", witness.watched("socket", zmq.Poller.poll))
     monkeypatch.setattr(time, "sleep", witness.watched("sleep", time.sleep))
     logger, handler = logging.getLogger("kvpush"), Handler(witness)
-    monkeypatch.setattr(logger, "level", logging.DEBUG)
+    level = logger.level
+    logger.setLevel(logging.DEBUG)  # not by attribute: loggers remember what they once found disabled
     logger.addHandler(handler)
     yield witness
     logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 def fake_factory():
