@@ -6,6 +6,7 @@ from core_worlds import (
     CONFIG,
     SOON_S,
     connect,
+    decoded,
     lose,
     make_connected,
     make_pair,
@@ -14,6 +15,7 @@ from core_worlds import (
     run_to_the_end,
 )
 
+from kvpush import decode as decode_module
 from kvpush import wire
 from kvpush.errors import Failure, FailureCode
 from kvpush.lines import Lines
@@ -348,3 +350,85 @@ def test_a_chunk_that_decode_did_not_ask_for_ends_no_writing():
     world.heal()
     prefill.push("t", [5], first_block=2)
     run_to_the_end(world)
+
+
+def test_what_ends_with_its_link_ends_in_the_order_in_which_it_came():
+    """A set of ids has another order in every process: the same seed would not give the same run."""
+    world, prefill, decode = make_connected()
+    names = [f"transfer {number}" for number in range(12)]
+    for number, name in enumerate(names):
+        decode.expect(name, [number], prefill)
+    world.advance(SOON_S)
+    effects = prefill.core.drop_engine("d0", world.clock())
+    told = [
+        effect.message.transfer_id for effect in effects if isinstance(getattr(effect, "message", None), wire.Failed)
+    ]
+    assert told == names
+
+
+def test_a_cancel_during_the_write_is_answered_with_drained_and_nothing_else():
+    world, prefill, decode = make_connected()
+    world.hold_writes = True
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(SOON_S)
+    told = []
+
+    def listen(message):
+        told.append(decoded(message)) if message.receiver == "d0" else None
+        return message.frames
+
+    world.network.tamper = listen
+    decode.cancel("t")
+    world.advance(SOON_S)
+    world.heal()
+    world.advance(SOON_S)
+    assert not [message for message in told if isinstance(message, wire.Failed)]
+
+
+def test_a_receive_that_is_done_takes_its_row(monkeypatch):
+    fired = []
+    monkeypatch.setattr(decode_module.DecodeCore, "_fire", lambda self, receive, trigger: fired.append(str(trigger)))
+    world, prefill, decode = make_connected()
+    fired.clear()
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(SOON_S)
+    assert fired == ["completed"]
+
+
+def test_a_push_in_line_goes_on_when_its_engine_is_lost_and_its_link_is_not():
+    world, prefill, decode = make_connected(max_write_bytes=1)
+    world.hold_writes = True
+    for number in range(3):
+        decode.expect(f"t{number}", [number], prefill)
+        prefill.push(f"t{number}", [number])
+    world.advance(SOON_S)
+    one, two = world.writes
+    waiting = prefill.pushes[-1]
+    assert prefill.core.gauges()["pushes_in_lines"] == 1
+    world.fail_write(one, disconnected=False)
+    world.hold_writes = False
+    world.finish(two)
+    world.advance(2)
+    assert waiting.outcome == "done"
+
+
+def test_a_registration_without_a_push_is_told_when_its_engine_finds_no_room():
+    world = make_world(max_engines=1, stall_timeout_s=100, hold_timeout_s=200)
+    prefill, decode = world.prefill("p0"), world.decode("d0")
+    connect(world, prefill, decode)
+    world.hold_writes = True
+    for number in range(2):
+        decode.expect(f"flying {number}", [number], prefill)
+        prefill.push(f"flying {number}", [number])
+    unpushed = decode.expect("unpushed", [12], prefill)
+    world.advance(SOON_S)
+    one, two = world.writes
+    world.fabric.stall(two)
+    world.fail_write(one, disconnected=False)
+    world.advance(SOON_S)
+    decode.expect("t", [5], prefill)
+    prefill.push("t", [5])
+    world.advance(SOON_S)
+    assert unpushed.code == "queue_full"

@@ -357,7 +357,7 @@ def chosen(args: argparse.Namespace, results: Results) -> list[Mutation]:
 
 
 def run(args: argparse.Namespace, results: Results) -> None:
-    covered = coverage()
+    covered = {} if args.tests or args.stateful else coverage()
     at_import = lines_at_import()
     waiting = spread(chosen(args, results), covered)
     print(f"{len(waiting)} mutations to try, {args.jobs} at a time", flush=True)
@@ -368,7 +368,7 @@ def run(args: argparse.Namespace, results: Results) -> None:
         while waiting and len(running) < args.jobs:
             mutation = waiting.pop()
             tests = tests_for(mutation, covered, at_import)
-            paths = list(STATEFUL) if args.stateful else None
+            paths = list(STATEFUL) if args.stateful else args.tests
             if not tests and not paths:
                 results.add(row_of(mutation, "survived", "no test runs this line", 0, 0.0))
                 done += 1
@@ -421,12 +421,13 @@ def row_of(mutation: Mutation, verdict: str, by: str, num_tests: int, seconds: f
 def report(results: Results) -> int:
     """Write report.json and report.md; how many survivors nobody has explained."""
     why = explained()
-    totals = {m: len(mutations_of(PACKAGE / f"{m}.py", m)) for m in MODULES}
+    there_are = {m: {each.name for each in mutations_of(PACKAGE / f"{m}.py", m)} for m in MODULES}
+    totals = {module: len(names) for module, names in there_are.items()}
     lines = [
         "| module | mutations | tried | noticed | explained | not noticed | score |",
         "|---|---|---|---|---|---|---|",
     ]
-    rows = list(results.known.values())
+    rows = [row for row in results.known.values() if row["name"] in there_are[row["module"]]]
     unexplained = [row for row in rows if row["verdict"] == "survived" and row["name"] not in why]
     for module in (*MODULES, "all"):
         mine = [row for row in rows if module in ("all", row["module"])]
@@ -464,6 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only mutations whose name holds this text, tried again")
     parser.add_argument("--again", choices=("survived", "killed"), help="only those that ended so, tried again")
     parser.add_argument("--stateful", action="store_true", help="on tests/stateful, a minute each, for survivors")
+    parser.add_argument("--tests", nargs="+", metavar="FILE", help="on these files alone, say those just written")
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
     parser.add_argument("--report", action="store_true", help="only write the report of what is known")
     args = parser.parse_args(arguments)

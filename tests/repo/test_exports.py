@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import importlib.metadata as metadata
 import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +76,18 @@ def test_importing_it_starts_nothing():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+NAMES_PAGE = Path(__file__).parents[2] / "docs/public-names.md"
+
+
+def summary_of(name):
+    """The first paragraph of its docstring, as a cell of a table, without the markup that only Sphinx reads."""
+    text = " ".join(inspect.getdoc(getattr(kvpush, name)).partition("\n\n")[0].split())
+    text = re.sub(r":\w+:`~?(?:[\w.]+\.)?(\w+)`", r"`\1`", text).replace("``", "`")
+    return text.replace("|", "\\|")
+
+
+def test_the_page_of_public_names_lists_each_with_its_summary():
+    rows = "\n".join(f"| `{name}` | {summary_of(name)} |" for name in PUBLIC)
+    assert rows in NAMES_PAGE.read_text(), f"{NAMES_PAGE.name} is not current; its rows:\n{rows}"
