@@ -69,6 +69,9 @@ FORBIDDEN_KEYWORDS = {"allow_pickle"}
 
 # test file, relative to tests/: why it cannot do without
 SLEEPERS = {
+    "side_by_side/peer_kvpush.py": "no test but a measurement: waits for a registration without taking a CPU",
+    "side_by_side/peer_vllm.py": "no test but a measurement: waits for a registration without taking a CPU",
+    "side_by_side/run.py": "no test but a measurement: lets the reader's thread reach its wait",
     "processes/peers.py": "until() asks real processes again and again, with a deadline; no fake clock reaches them",
 }
 

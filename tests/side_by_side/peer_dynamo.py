@@ -37,9 +37,7 @@ class _Side(Memory):
 
 class Reader(_Side):
     def expect(self, transfer_id: str, block_ids: list[int], writer: Any) -> Any:
-        self._operation = self._loop.run_until_complete(
-            self._connector.create_writable(self._descriptors(block_ids))
-        )
+        self._operation = self._loop.run_until_complete(self._connector.create_writable(self._descriptors(block_ids)))
         return self._operation.metadata().model_dump()
 
     def await_done(self, transfer_id: str) -> int:

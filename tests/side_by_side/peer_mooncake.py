@@ -1,4 +1,4 @@
-"""Mooncake's transfer engine over TCP: addresses written directly. Its reader is not told, so only the writer's end counts.
+"""Mooncake's transfer engine over TCP, addresses written directly. Its reader is not told: the writer's end counts.
 
 There is no registration, no matching and no outcome at the reader here: what is compared is the moving of the bytes.
 """

@@ -44,7 +44,7 @@ class Process:
     """One worker."""
 
     def __init__(self, python: str, peer: str, role: str, shape: list[int], environment: dict[str, str]) -> None:
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
         self._popen = subprocess.Popen(
             [python, str(HERE / "worker.py"), peer, role, *map(str, shape)],
             stdin=subprocess.PIPE,

@@ -2,8 +2,8 @@
 
     python worker.py PEER reader|writer LAYERS BLOCKS BLOCK_BYTES
 
-A peer is a module ``peer_PEER.py`` with a class ``Reader`` and a class ``Writer``. Both get the shape; their methods take
-and return what JSON can carry. Instants are of CLOCK_MONOTONIC, in nanoseconds.
+A peer is a module ``peer_PEER.py`` with a class ``Reader`` and a class ``Writer``. Both get the shape; their methods
+take and return what JSON can carry. Instants are of CLOCK_MONOTONIC, in nanoseconds.
 """
 
 from __future__ import annotations

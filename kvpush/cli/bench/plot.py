@@ -46,16 +46,15 @@ def draw(report: Report, path: Path) -> None:
     bars_height = (0.26 * len(judged) + 1.2) if judged else 0.0
     height = max(2.0, bars_height + 3.2 * num_rows)
     # text stays text, and the same figures give the same file
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpush", "font.size": 8}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kvpush", "font.size": 8.0}):
         picture = Picture(figsize=(5.2 * _COLUMNS, height), layout="constrained")
         FigureCanvasAgg(picture)
-        ratios = ([bars_height] if judged else []) + [3.2] * num_rows
-        grid = picture.add_gridspec(max(1, len(ratios)), _COLUMNS, height_ratios=ratios or [1.0])
+        # apart, so that the long names of the bars do not push the curves aside
+        above, below = picture.subfigures(2, 1, height_ratios=[max(bars_height, 0.01), max(3.2 * num_rows, 0.01)])
         if judged:
-            _draw_budgets(picture.add_subplot(grid[0, :]), judged)
-        for number, (name, figures) in enumerate(curves.items()):
-            row, column = divmod(number, _COLUMNS)
-            _draw_curve(picture.add_subplot(grid[row + bool(judged), column]), name, figures)
+            _draw_budgets(above.add_subplot(), judged)
+        for number, (name, figures) in enumerate(curves.items(), 1):
+            _draw_curve(below.add_subplot(num_rows, _COLUMNS, number), name, figures)
         is_svg = path.suffix.lower() == ".svg"
         picture.savefig(path, dpi=110, metadata={"Date": None} if is_svg else None)
 
@@ -81,6 +80,8 @@ def _draw_budgets(axes: Axes, judged: list[Figure]) -> None:
 
 def _draw_curve(axes: Axes, name: str, figures: list[Figure]) -> None:
     scale, unit = _UNITS.get(figures[0].unit, (1.0, figures[0].unit))
+    if unit == "ms" and max(figure.value for figure in figures) < 1e-4:
+        scale, unit = 1e6, "us"
     x = [_x(figure) for figure in figures]
     lines: dict[str, list[float | None]] = {"kvpush": [figure.value for figure in figures]}
     for other in dict.fromkeys(name for figure in figures for name in _limits(figure)):
