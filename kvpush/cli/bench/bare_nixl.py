@@ -21,7 +21,7 @@ from kvpush.nixl_transport import backend_options
 
 Indices = npt.NDArray[np.int32]
 
-_TIMEOUT_NS = 30 * 10**9
+_TIMEOUT_NS = 90 * 10**9
 _NOTIFICATION = b"twelve bytes"
 
 

@@ -29,6 +29,7 @@ def measure(bench: Bench) -> list[Figure]:
         # a socket takes the whole of a WRITE only when its reader reads: so it is in flight when the process dies
         ucx_options="TLS=tcp" if bench.device == "cpu" else bench.config.ucx_options,
         liveness_timeout_s=liveness_s,
+        stall_timeout_s=Config().stall_timeout_s,
         heartbeat_interval_s=min(bench.config.heartbeat_interval_s, liveness_s / 5),
     )
     shape = bench.shape(1, 512, 65536)

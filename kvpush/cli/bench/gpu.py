@@ -36,6 +36,7 @@ from kvpush.cli.bench.pair import (
     await_pushed,
     await_registered,
     connect,
+    patient,
 )
 from kvpush.cli.bench.patterns import Comparison
 from kvpush.cli.bench.report import Check, Figure, Report
@@ -88,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check, measure and print."""
     suite.check_output_arguments(args)
-    config = Config(net_devices=args.net_devices)
+    config = patient(args.net_devices)
     try:
         report = measure(GPU_SIZES[args.size], config, args.device, f"kvpush bench gpu --device {args.device}")
     except BenchError as exc:

@@ -28,12 +28,17 @@ from kvpush.layout import KVCacheSpec
 from kvpush.pusher import PrefillPusher
 from kvpush.receiver import DecodeReceiver
 
-ANSWER_TIMEOUT_S = 60.0  # spawning imports torch, and opening makes the process's first NIXL agent
+ANSWER_TIMEOUT_S = 120.0  # spawning imports torch, and opening makes the process's first NIXL agent
 EXIT_TIMEOUT_S = 5.0
-REGISTERED_TIMEOUT_S = 20.0
+REGISTERED_TIMEOUT_S = 60.0
 TOKENS = 16  # per block
 SPEC = KVCacheSpec(dims="BND", model="kvpush bench")
 PREFILL_ID = "p0"
+
+
+def patient(net_devices: str) -> Config:
+    """What is measured with, but for failures: defaults, and nobody is given up for lost because the CPUs are taken."""
+    return Config(net_devices=net_devices, liveness_timeout_s=60.0, stall_timeout_s=60.0)
 
 
 class BenchError(Exception):

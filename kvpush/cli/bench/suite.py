@@ -28,7 +28,7 @@ from kvpush.cli.bench import (
     throughput,
 )
 from kvpush.cli.bench.context import SIZES, Bench
-from kvpush.cli.bench.pair import BenchError, DecodeProcess
+from kvpush.cli.bench.pair import BenchError, DecodeProcess, patient
 from kvpush.cli.bench.report import Figure, Report
 from kvpush.config import Config
 from kvpush.errors import ConfigurationError
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         )
         if is_given
     )
-    config = Config(net_devices=args.net_devices)
+    config = patient(args.net_devices)
     try:
         report = measure(
             choice.names,
