@@ -54,7 +54,7 @@ FIGURES = {
         "descriptors that prefill keeps",
         "memory that prefill keeps",
     ],
-    "fairness": ["p99 of pushes to 9 engines beside a slow one", "evenness among the 9, quiet"],
+    "fairness": ["p99 of pushes to 3 engines beside a slow one", "evenness among the 3, quiet"],
     "crowd": ["p99 of pushes while 2 engines connect"],
     "failures": ["kill -9 of a decode engine", "SIGSTOP of a decode engine"],
 }

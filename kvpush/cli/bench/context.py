@@ -40,6 +40,8 @@ class Sizes:
     crowd_rounds: int = 8
     crowd_engines: int = 20
     fair_rounds: int = 12
+    fair_engines: int = 9
+    fair_blocks: int = 2048  # that the greedy engine is sent in a round
     churn: int = 150
     kills: int = 5
     freezes: int = 2
@@ -96,6 +98,8 @@ TINY = replace(
     crowd_rounds=1,
     crowd_engines=2,
     fair_rounds=1,
+    fair_engines=3,
+    fair_blocks=64,
     churn=2,
     kills=1,
     freezes=1,

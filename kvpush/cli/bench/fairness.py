@@ -21,15 +21,13 @@ from kvpush.events import Outcome, PushFinished
 from kvpush.pusher import PrefillPusher
 
 LIMIT = 2.0
-NUM_FAST = 9
-_FAST = tuple(f"fast {number}" for number in range(NUM_FAST))
 _SLOW = "slow"
 _GREEDY = "greedy"
 _PUSHES_PER_ROUND = 4  # to each fast engine
 _BLOCKS = 4  # of a push to a fast engine
 _BLOCK_BYTES = 65536
-_SLOW_BLOCKS, _SLOW_PUSHES = 512, 2  # 32 MiB in all
-_GREEDY_BLOCKS, _GREEDY_PUSHES = 2048, 8  # 128 MiB in all
+_SLOW_PUSHES, _GREEDY_PUSHES = 2, 8
+_SLOW_SHARE = 4  # of what the greedy engine is sent, one part in so many
 _STOPPED_S, _RUNNING_S = 0.045, 0.005
 _TIMEOUT_S = 60.0
 
@@ -37,14 +35,16 @@ _TIMEOUT_S = 60.0
 def measure(bench: Bench) -> list[Figure]:
     """Quiet rounds, rounds beside the slow engine and rounds beside the greedy one, in turn."""
     config = dataclasses.replace(bench.config, ucx_options="TLS=tcp") if bench.device == "cpu" else bench.config
-    large, small = bench.shape(1, _GREEDY_BLOCKS, _BLOCK_BYTES), bench.shape(1, 4 * _BLOCKS, _BLOCK_BYTES)
+    greedy_blocks, num_fast = bench.sizes.fair_blocks, bench.sizes.fair_engines
+    large, small = bench.shape(1, greedy_blocks, _BLOCK_BYTES), bench.shape(1, 4 * _BLOCKS, _BLOCK_BYTES)
     decode = bench.decode
-    quiet, beside_slow, beside_greedy = _Rounds(), _Rounds(), _Rounds()
+    fast = tuple(f"fast {number}" for number in range(num_fast))
+    quiet, beside_slow, beside_greedy = _Rounds(fast), _Rounds(fast), _Rounds(fast)
     with (
         DecodeProcess() as slow,
         connected_pair(large, config, decode, _GREEDY) as pusher,
     ):
-        for name in _FAST:
+        for name in fast:
             decode.call("open", name, small, config, True)
             connect(pusher, decode, name)
         slow.call("open", _SLOW, large, config, True)
@@ -52,23 +52,23 @@ def measure(bench: Bench) -> list[Figure]:
         collector = _Collector(pusher)
         for number in bench.points(range(-1, bench.sizes.fair_rounds), "rounds"):
             if number == 0:
-                quiet, beside_slow, beside_greedy = _Rounds(), _Rounds(), _Rounds()
+                quiet, beside_slow, beside_greedy = _Rounds(fast), _Rounds(fast), _Rounds(fast)
             _fast_round(pusher, decode, collector, f"quiet {number}", quiet)
             with (
-                _pushing(pusher, slow, collector, _SLOW, f"slow {number}", _SLOW_BLOCKS, _SLOW_PUSHES),
+                _pushing(pusher, slow, collector, _SLOW, f"slow {number}", greedy_blocks // _SLOW_SHARE, _SLOW_PUSHES),
                 _mostly_stopped(slow),
             ):
                 _fast_round(pusher, decode, collector, f"beside slow {number}", beside_slow)
-            with _pushing(pusher, decode, collector, _GREEDY, f"greedy {number}", _GREEDY_BLOCKS, _GREEDY_PUSHES):
+            with _pushing(pusher, decode, collector, _GREEDY, f"greedy {number}", greedy_blocks, _GREEDY_PUSHES):
                 _fast_round(pusher, decode, collector, f"beside greedy {number}", beside_greedy)
-        for name in _FAST:
+        for name in fast:
             decode.call("shut", name)
     figures = []
-    for rounds, what in ((beside_slow, "a slow one"), (beside_greedy, f"one with {_GREEDY_BLOCKS // 16} MiB to take")):
+    for rounds, what in ((beside_slow, "a slow one"), (beside_greedy, f"one with {greedy_blocks // 16} MiB to take")):
         samples, alone = Samples.of(rounds.durations_s), Samples.of(quiet.durations_s)
         figures.append(
             Figure(
-                f"p99 of pushes to {NUM_FAST} engines beside {what}",
+                f"p99 of pushes to {num_fast} engines beside {what}",
                 samples.p99,
                 "s",
                 samples=len(samples.values),
@@ -78,18 +78,18 @@ def measure(bench: Bench) -> list[Figure]:
                 baseline_minimum=alone.minimum,
                 limit=LIMIT if rounds is beside_slow else None,
                 budget="fairness" if rounds is beside_slow else "",
-                note=f"push() to PushFinished, {_BLOCKS} blocks of 64 KiB to all {NUM_FAST} at once; medians "
+                note=f"push() to PushFinished, {_BLOCKS} blocks of 64 KiB to all {num_fast} at once; medians "
                 f"{samples.median * 1e6:.0f} us, quiet {alone.median * 1e6:.0f} us",
             )
         )
     for rounds, what in ((quiet, "quiet"), (beside_slow, "beside a slow one"), (beside_greedy, "beside a greedy one")):
         figures.append(
             Figure(
-                f"evenness among the {NUM_FAST}, {what}",
+                f"evenness among the {num_fast}, {what}",
                 rounds.evenness(),
                 "of 1",
                 samples=len(rounds.durations_s),
-                note="Jain's index of each engine's mean time: 1 when all are served alike, 1/9 when only one is",
+                note="Jain's index of each engine's mean time: 1 when all are served alike",
             )
         )
     return figures
@@ -98,8 +98,8 @@ def measure(bench: Bench) -> list[Figure]:
 class _Rounds:
     """What pushes to the fast engines took."""
 
-    def __init__(self) -> None:
-        self.by_engine: dict[str, list[float]] = {name: [] for name in _FAST}
+    def __init__(self, fast: Sequence[str]) -> None:
+        self.by_engine: dict[str, list[float]] = {name: [] for name in fast}
 
     @property
     def durations_s(self) -> list[float]:
@@ -133,17 +133,18 @@ class _Collector:
 def _fast_round(
     pusher: PrefillPusher, decode: DecodeProcess, collector: _Collector, label: str, rounds: _Rounds
 ) -> None:
+    fast = list(rounds.by_engine)
     for turn in range(_PUSHES_PER_ROUND):
-        ids = [f"{label} {turn} {name}" for name in _FAST]
-        for transfer_id, name in zip(ids, _FAST, strict=True):
+        ids = [f"{label} {turn} {name}" for name in fast]
+        for transfer_id, name in zip(ids, fast, strict=True):
             decode.call("expect", name, [(transfer_id, list(range(_BLOCKS)))], pusher.address)
-        decode.start("await_done_by_all", list(_FAST))
-        await_registered(pusher, len(_FAST))
+        decode.start("await_done_by_all", fast)
+        await_registered(pusher, len(fast))
         begun_ns = []
         for transfer_id in ids:
             begun_ns.append(time.monotonic_ns())
             pusher.push(transfer_id, list(range(_BLOCKS)))
-        for name, begun, ended in zip(_FAST, begun_ns, collector.await_ends(ids), strict=True):
+        for name, begun, ended in zip(fast, begun_ns, collector.await_ends(ids), strict=True):
             rounds.by_engine[name].append((ended - begun) / 1e9)
         decode.result()
 
