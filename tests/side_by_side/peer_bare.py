@@ -17,8 +17,6 @@ CONFIG = Config(net_devices="lo")
 
 
 class Reader(Memory):
-    tells_reader = True
-
     def __init__(self, shape: Shape) -> None:
         super().__init__(shape)
         self._reader = BareReader(dict(enumerate(self.layers)), CONFIG)

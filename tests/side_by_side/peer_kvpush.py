@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from worker import Memory, Shape
+from worker import Memory, Patience, Shape
 
 import kvpush
 
@@ -21,7 +21,9 @@ def caches(memory: Memory) -> dict[str, Any]:
 
 
 def await_outcome(side: Any, transfer_id: str) -> int:
+    patience = Patience(f"the end of {transfer_id}")
     while True:
+        patience.check()
         for event in side.wait(1.0):
             if getattr(event, "transfer_id", None) == transfer_id and hasattr(event, "outcome"):
                 assert event.outcome == "done", event
@@ -61,7 +63,9 @@ class Writer(Memory):
         return list(self._pusher.address)
 
     def await_registered(self, transfer_id: str, message: Any) -> None:
+        patience = Patience(f"the registration of {transfer_id}")
         while not self._pusher.stats()["registrations_waiting"]:
+            patience.check()
             time.sleep(0.0002)
 
     def push(self, transfer_id: str, local: list[int], remote: list[int], reader: Any, message: Any) -> list[int]:

@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler import Nix
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from worker import Memory, Shape
+from worker import Memory, Patience, Shape
 
 TOKENS = 32  # per block: what vLLM's CPU attention takes
 HEAD_SIZE = 64
@@ -39,8 +39,9 @@ LAYOUT = "LBHNC"
 
 
 def _model_folder(num_heads: int, num_layers: int) -> str:
-    """A configuration without weights: the connector wants to know a model's shape."""
-    folder = tempfile.mkdtemp(prefix="side-by-side-")
+    """A configuration without weights: the connector wants to know a model's shape, and the same name on both sides."""
+    folder = Path(tempfile.gettempdir()) / f"side-by-side-llama-{num_heads}x{num_layers}"
+    folder.mkdir(exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -55,8 +56,10 @@ def _model_folder(num_heads: int, num_layers: int) -> str:
         "torch_dtype": "bfloat16",
         "rms_norm_eps": 1e-5,
     }
-    (Path(folder) / "config.json").write_text(json.dumps(config))
-    return folder
+    whole = folder / f"config.{os.getpid()}"
+    whole.write_text(json.dumps(config))
+    whole.rename(folder / "config.json")  # the other side may be reading it
+    return str(folder)
 
 
 class _Side(Memory):
@@ -144,7 +147,9 @@ class Reader(_Side):
         self.worker.start_load_kv(metadata)
 
     def await_done(self, transfer_id: str) -> int:
+        patience = Patience(f"{transfer_id} to be received")
         while transfer_id not in self.worker.get_transfer_results().finished_recving:
+            patience.check()
             time.sleep(0)
         return time.monotonic_ns()
 
@@ -154,7 +159,9 @@ class Writer(_Side):
     role = "kv_producer"
 
     def await_registered(self, transfer_id: str, message: Any) -> None:
+        patience = Patience(f"the registration of {transfer_id}")
         while transfer_id not in self.worker._pending_d_registrations:
+            patience.check()
             self.worker.get_transfer_results()  # wakes the thread that reads notifications
             time.sleep(0.0005)
 
@@ -165,6 +172,8 @@ class Writer(_Side):
         begun_ns = time.monotonic_ns()
         metadata.reqs_to_send[transfer_id] = time.perf_counter() + LEASE_S
         self.worker.start_load_kv(metadata)
+        patience = Patience(f"{transfer_id} to be sent")
         while transfer_id not in self.worker.get_transfer_results().finished_sending:
+            patience.check()
             time.sleep(0)
         return [begun_ns, time.monotonic_ns()]

@@ -33,7 +33,6 @@ NAMES = {
     "mooncake": "Mooncake transfer engine (tcp)",
     "dynamo": "Dynamo nixl_connect",
 }
-START_TIMEOUT_S = 300.0
 
 
 class PeerFailed(Exception):
@@ -176,37 +175,41 @@ def run(pythons: dict[str, str], layers: int, blocks: int, block_bytes: int, rou
     shape = [layers, 2 * blocks, block_bytes]
     rng = np.random.default_rng(3)
     pairs: list[Pair] = []
+    started: list[Pair] = []
     excluded: dict[str, str] = {}
 
     def choose() -> tuple[list[int], list[int]]:
         local, remote = (rng.permutation(2 * blocks)[:blocks].tolist() for _ in range(2))
         return local, remote
 
-    for peer, python in pythons.items():
-        pair = start(peer, python, shape)
-        try:
-            pair.start()
-            pair.check(*choose())
-        except PeerFailed as exc:
-            excluded[peer] = str(exc).splitlines()[-1]
-            pair.end()
-            continue
-        pair.stop()
-        pairs.append(pair)
-    for number in range(rounds):
-        local, remote = choose()
-        for pair in list(pairs):
-            pair.go_on()
+    try:
+        for peer, python in pythons.items():
+            pair = start(peer, python, shape)
+            started.append(pair)
             try:
-                pair.measure(f"round {number}", local, remote)
+                pair.start()
+                pair.check(*choose())
             except PeerFailed as exc:
-                excluded[pair.peer] = str(exc).splitlines()[-1]
-                pairs.remove(pair)
+                excluded[peer] = str(exc).splitlines()[-1]
                 pair.end()
                 continue
             pair.stop()
-    for pair in pairs:
-        pair.end()
+            pairs.append(pair)
+        for number in range(rounds):
+            local, remote = choose()
+            for pair in list(pairs):
+                pair.go_on()
+                try:
+                    pair.measure(f"round {number}", local, remote)
+                except PeerFailed as exc:
+                    excluded[pair.peer] = str(exc).splitlines()[-1]
+                    pairs.remove(pair)
+                    pair.end()
+                    continue
+                pair.stop()
+    finally:
+        for pair in started:
+            pair.end()
     return {
         "layers": layers,
         "blocks": blocks,
@@ -262,6 +265,7 @@ def main() -> int:
     parser.add_argument("--shape", action="append", metavar="LAYERSxBLOCKSxBYTES", help="repeatable")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the peers, too
     pythons = {}
     for text in options.peer or ("bare", "kvpush"):
         peer, _, python = text.partition("=")

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,18 @@ class Shape:
     def cache(self) -> list[torch.Tensor]:
         """One tensor of bytes a layer."""
         return [torch.full((self.blocks, self.block_bytes), CANARY, dtype=torch.uint8) for _ in range(self.layers)]
+
+
+class Patience:
+    """A deadline for a loop that waits."""
+
+    def __init__(self, what: str, timeout_s: float = 60.0) -> None:
+        self._what = what
+        self._end_s = time.monotonic() + timeout_s
+
+    def check(self) -> None:
+        if time.monotonic() > self._end_s:
+            raise TimeoutError(f"waited in vain for {self._what}")
 
 
 def pattern(shape: Shape, layer: int, seed: int, count: int) -> npt.NDArray[np.uint8]:
