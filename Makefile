@@ -9,7 +9,7 @@ TORCH := 2.13.0
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test sim soak mutants exhaustive lint statecharts bench clean
+.PHONY: demo test sim soak mutants exhaustive lint statecharts bench performance-page clean
 
 demo: $(STAMP)
 	$(BIN)/kvpush demo $(DEMO)
@@ -45,8 +45,15 @@ lint: $(STAMP)
 statecharts: $(STAMP)
 	$(BIN)/python -m kvpush.statecharts --write
 
+# Everything, and the page that says what came out. About ten minutes; on a machine that does nothing else.
 bench: $(STAMP)
-	$(BIN)/kvpush bench push
+	$(BIN)/kvpush bench all $(BENCH) --json docs/performance.json --plot docs/performance.svg
+	$(MAKE) performance-page
+
+# The page again, after a change of its hand-written part.
+performance-page: $(STAMP)
+	$(BIN)/kvpush bench report docs/performance.json --template docs/performance.md.in > docs/performance.md.new
+	mv docs/performance.md.new docs/performance.md
 
 # torch first. A torch that is there already is kept. Where pip's own index has only the CUDA build, which is gigabytes,
 # name PyTorch's index of CPU wheels: make test TORCH_INDEX=<its address>.

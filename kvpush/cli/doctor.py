@@ -23,7 +23,7 @@ import kvpush
 ROUND_TRIP_TIMEOUT_S = 15.0
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)
 NIXL_VERSION = "1.5.1"
-EXTRAS = {"rich": "cli", "transformers": "hf", "prometheus_client": "metrics"}  # module: extra
+EXTRAS = {"rich": "cli", "transformers": "hf", "prometheus_client": "metrics", "matplotlib": "bench"}  # module: extra
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class _Command:
 _COMMANDS = (
     _Command("demo", "kvpush.cli.demo", "serve prompts with prefill and decode processes, and check every token"),
     _Command("doctor", "kvpush.cli.doctor", "check that this machine can run kvpush"),
-    _Command("bench", "kvpush.cli.bench", "measure what kvpush itself costs"),
+    _Command("bench", "kvpush.cli.bench", "measure kvpush next to bare NIXL, TCP and memcpy; check GPU memory"),
     _Command("statecharts", "kvpush.statecharts", "write or check docs/statecharts, from the tables that run"),
 )
 

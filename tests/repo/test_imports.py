@@ -80,6 +80,9 @@ FORBIDDEN_KEYWORDS = {"allow_pickle"}
 # test file, relative to tests/: why it cannot do without
 SLEEPERS = {
     "threads/test_held_lock.py": "wraps it, to see that the loops do not call it under the registry's lock",
+    "side_by_side/peer_kvpush.py": "no test but a measurement: waits for a registration without taking a CPU",
+    "side_by_side/peer_vllm.py": "no test but a measurement: waits for a registration without taking a CPU",
+    "side_by_side/run.py": "no test but a measurement: lets the reader's thread reach its wait",
     "processes/peers.py": "until() asks real processes again and again, with a deadline; no fake clock reaches them",
 }
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,66 +17,148 @@ import torch
 from nixl._api import nixl_agent, nixl_agent_config
 
 from kvpush.config import Config
-from kvpush.layout import KVCacheSpec, geometry_of, memory_ranges
 from kvpush.nixl_transport import backend_options
-from kvpush.plan import pair
-from kvpush.transport import Rows
 
-_TIMEOUT_NS = 30 * 10**9
+Indices = npt.NDArray[np.int32]
+
+_TIMEOUT_NS = 90 * 10**9
 _NOTIFICATION = b"twelve bytes"
 
 
 class _BareAgent:
-    def __init__(self, cache: Mapping[str, torch.Tensor], spec: KVCacheSpec, config: Config) -> None:
-        self._cache = dict(cache)  # keeps the memory alive
-        geometry = geometry_of(cache, spec)
+    """An agent over a cache of contiguous layers, one row of the descriptor list a layer."""
+
+    def __init__(self, cache: Mapping[str, torch.Tensor], config: Config) -> None:
+        self._cache = list(cache.values())  # keeps the memory alive
+        first = self._cache[0]
         self.agent_name = f"bare#{uuid.uuid4().hex}"
-        self.rows: Rows = pair(geometry, geometry).local_rows
-        self._kind = geometry.memory.value
-        self._num_blocks = geometry.groups[0].num_blocks
-        self._agent = nixl_agent(self.agent_name, nixl_agent_config(enable_prog_thread=False, backends=[]))
+        self._kind = "VRAM" if first.is_cuda else "DRAM"
+        self.num_blocks = len(first)
+        device_id = first.get_device() if first.is_cuda else 0
+        block_bytes = first[0].nbytes
+        self.rows: npt.NDArray[np.uint64] = np.array(
+            [(layer.data_ptr(), block_bytes, device_id, block_bytes, len(layer)) for layer in self._cache],
+            dtype=np.uint64,
+        )
+        self._agent: Any = nixl_agent(self.agent_name, nixl_agent_config(enable_prog_thread=False, backends=[]))
         self._agent.create_backend("UCX", backend_options(config))
-        ranges = [(r.address, r.length_bytes, r.device_id, "") for r in memory_ranges(geometry)]
-        self._memory = self._agent.register_memory(ranges, self._kind)
+        self._memory: Any = self._agent.register_memory(
+            [(layer.data_ptr(), layer.nbytes, device_id, "") for layer in self._cache], self._kind
+        )
         self.metadata: bytes = self._agent.get_agent_metadata()
+
+    def close(self) -> None:
+        """Destroy the agent, which every handle would keep alive."""
+        if self._agent is not None:
+            self._agent.deregister_memory(self._memory)
+        self._agent = self._memory = None
 
 
 class BareReader(_BareAgent):
     """Is written to."""
 
-    def wait(self) -> int:
-        """Spin until a WRITE has arrived. When that was."""
-        give_up_ns = time.monotonic_ns() + _TIMEOUT_NS
-        while not self._agent.get_new_notifs():
-            if time.monotonic_ns() > give_up_ns:
-                raise TimeoutError("no notification came")
-        return time.monotonic_ns()
+    def arrivals(self) -> int:
+        """How many WRITEs have arrived since the last call."""
+        return sum(len(notifications) for notifications in self._agent.get_new_notifs().values())
+
+
+def await_writes(readers: Sequence[BareReader], count: int) -> int:
+    """Spin until ``count`` WRITEs have arrived at each. When that was."""
+    give_up_ns = time.monotonic_ns() + _TIMEOUT_NS
+    missing = dict.fromkeys(readers, count)
+    while missing:
+        for reader in list(missing):
+            if arrived := reader.arrivals():
+                missing[reader] -= arrived
+                if missing[reader] <= 0:
+                    del missing[reader]
+        if time.monotonic_ns() > give_up_ns:
+            raise TimeoutError("no notification came")
+    return time.monotonic_ns()
+
+
+@dataclass(slots=True, eq=False)
+class BareRemote:
+    """A reader that a writer has loaded."""
+
+    agent_name: str
+    dlist: Any
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BareWrite:
+    """One WRITE to post."""
+
+    remote: BareRemote
+    local: Indices
+    to: Indices
 
 
 class BareWriter(_BareAgent):
     """Writes."""
 
-    def connect(self, agent_name: str, metadata: bytes, rows: Rows) -> None:
-        """Load the reader and prepare both lists."""
+    def __init__(self, cache: Mapping[str, torch.Tensor], config: Config) -> None:
+        super().__init__(cache, config)
+        self._local_list: Any = self._agent.prep_xfer_dlist("", self.rows, self._kind)
+        self._remotes: list[BareRemote] = []
+
+    def connect(self, agent_name: str, metadata: bytes, rows: npt.NDArray[np.uint64]) -> BareRemote:
+        """Load a reader and prepare its list."""
         self._agent.add_remote_agent(metadata)
-        self._local_list = self._agent.prep_xfer_dlist("", self.rows, self._kind)
-        self._remote_list = self._agent.prep_xfer_dlist(agent_name, rows, self._kind)
+        dlist = self._agent.prep_xfer_dlist(agent_name, rows, self._kind)
+        remote = BareRemote(agent_name, dlist, int(rows[0, 4]))
+        self._remotes.append(remote)
+        return remote
 
-    def indices(self, block_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """Of these blocks in every row."""
-        offsets = np.arange(len(self.rows), dtype=np.int32)[:, np.newaxis] * np.int32(self._num_blocks)
-        return (offsets + block_ids.astype(np.int32)).reshape(-1)
+    def disconnect(self, remote: BareRemote) -> None:
+        """Forget a reader."""
+        self._remotes.remove(remote)
+        self._agent.release_dlist_handle(remote.dlist)
+        remote.dlist = None
+        self._agent.remove_remote_agent(remote.agent_name)
 
-    def write(self, local_indices: npt.NDArray[np.int32], remote_indices: npt.NDArray[np.int32]) -> int:
-        """Post one WRITE and spin until it is done. When it was begun."""
-        begun_ns = time.monotonic_ns()
-        xfer: Any = self._agent.make_prepped_xfer(
-            "WRITE", self._local_list, local_indices, self._remote_list, remote_indices, _NOTIFICATION
+    def write_of(
+        self, remote: BareRemote, local_ids: npt.NDArray[np.int64], remote_ids: npt.NDArray[np.int64]
+    ) -> BareWrite:
+        """These blocks of every layer, into those."""
+        return BareWrite(
+            remote,
+            _indices(len(self.rows), self.num_blocks, local_ids),
+            _indices(len(self.rows), remote.num_blocks, remote_ids),
         )
-        state = self._agent.transfer(xfer)
-        while state == "PROC":
+
+    def write(self, writes: Sequence[BareWrite]) -> int:
+        """Post all WRITEs and spin until they are done. When that was begun."""
+        begun_ns = time.monotonic_ns()
+        posted = [self._post(write) for write in writes]
+        while posted:
+            for xfer in list(posted):
+                if self._agent.check_xfer_state(xfer) != "PROC":  # this call also sends the notification
+                    self._agent.release_xfer_handle(xfer)
+                    posted.remove(xfer)
             if time.monotonic_ns() > begun_ns + _TIMEOUT_NS:
                 raise TimeoutError("the WRITE did not end")
-            state = self._agent.check_xfer_state(xfer)
-        self._agent.release_xfer_handle(xfer)
         return begun_ns
+
+    def _post(self, write: BareWrite) -> Any:
+        xfer = self._agent.make_prepped_xfer(
+            "WRITE", self._local_list, write.local, write.remote.dlist, write.to, _NOTIFICATION
+        )
+        self._agent.transfer(xfer)
+        return xfer
+
+    def close(self) -> None:
+        """Forget every reader and destroy the agent."""
+        for remote in list(self._remotes):
+            self.disconnect(remote)
+        if self._agent is not None:
+            self._agent.release_dlist_handle(self._local_list)
+        self._local_list = None
+        super().close()
+
+
+def _indices(num_rows: int, num_blocks: int, block_ids: npt.NDArray[np.int64]) -> Indices:
+    """Of these blocks in every row."""
+    offsets = np.arange(num_rows, dtype=np.int32)[:, np.newaxis] * np.int32(num_blocks)
+    return (offsets + block_ids.astype(np.int32)).reshape(-1)

@@ -7,36 +7,37 @@ from __future__ import annotations
 
 import time
 
-from kvpush.cli.bench.pair import DecodeProcess, Shape, await_registered, connected_pair
+from kvpush.cli.bench.context import Bench
+from kvpush.cli.bench.pair import DecodeProcess, await_registered, connected_pair
 from kvpush.cli.bench.report import Figure, Samples
-from kvpush.config import Config
 from kvpush.events import PushFinished
 from kvpush.pusher import PrefillPusher
 
 LIMIT = 2.0
 _STEADY = "steady"
-_SHAPE = Shape(1, 64, 65536)
 _PUSHES_PER_ROUND = 24
 _PAUSE_S = 0.001
 
 
-def measure(decode: DecodeProcess, config: Config, rounds: int, num_new: int) -> list[Figure]:
+def measure(bench: Bench) -> list[Figure]:
     """Quiet and crowded rounds in turn."""
+    decode, config, num_new = bench.decode, bench.config, bench.sizes.crowd_engines
+    shape = bench.shape(1, 64, 65536)
     quiet_s: list[float] = []
     crowded_s: list[float] = []
     with (
         DecodeProcess() as crowd,
         DecodeProcess() as black_hole,
-        connected_pair(_SHAPE, config, decode, _STEADY) as pusher,
+        connected_pair(shape, config, decode, _STEADY) as pusher,
     ):
-        black_hole.call("open", "black hole", _SHAPE, config, False)
+        black_hole.call("open", "black hole", shape, config, False)
         black_hole.call("expect", "black hole", [("swallowed", [0])], pusher.address)
         await_registered(pusher, 1)
-        for number in range(rounds):
+        for number in bench.points(range(bench.sizes.crowd_rounds), "rounds"):
             quiet_s += _steady_pushes(pusher, decode, f"quiet{number}", [])
             names = [f"new{number}.{index}" for index in range(num_new)]
             for name in names:
-                crowd.call("open", name, _SHAPE, config, False)
+                crowd.call("open", name, shape, config, False)
                 crowd.call("expect", name, [(name, [0])], pusher.address)
             if number == 0:
                 await_registered(pusher, num_new + 1)
@@ -61,6 +62,7 @@ def measure(decode: DecodeProcess, config: Config, rounds: int, num_new: int) ->
             baseline_name="quiet",
             baseline_minimum=quiet.minimum,
             limit=LIMIT,
+            budget="crowd",
             note=f"push() to PushFinished, 64 KiB; medians {crowded.median * 1e6:.0f} us, {quiet.median * 1e6:.0f} us",
         )
     ]

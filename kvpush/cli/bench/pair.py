@@ -14,12 +14,14 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 
-from kvpush.cli.bench.bare_nixl import BareReader
+from kvpush.cli.bench import patterns
+from kvpush.cli.bench.bare_nixl import BareReader, await_writes
+from kvpush.cli.bench.limits import TcpSink
 from kvpush.config import Config
 from kvpush.errors import ConfigurationError
 from kvpush.events import Outcome, PushFinished, ReceiveFinished
@@ -27,12 +29,17 @@ from kvpush.layout import KVCacheSpec
 from kvpush.pusher import PrefillPusher
 from kvpush.receiver import DecodeReceiver
 
-ANSWER_TIMEOUT_S = 60.0  # spawning imports torch, and opening makes the process's first NIXL agent
+ANSWER_TIMEOUT_S = 120.0  # spawning imports torch, and opening makes the process's first NIXL agent
 EXIT_TIMEOUT_S = 5.0
-REGISTERED_TIMEOUT_S = 20.0
+REGISTERED_TIMEOUT_S = 60.0
 TOKENS = 16  # per block
 SPEC = KVCacheSpec(dims="BND", model="kvpush bench")
 PREFILL_ID = "p0"
+
+
+def patient(net_devices: str) -> Config:
+    """What is measured with, but for failures: defaults, and nobody is given up for lost because the CPUs are taken."""
+    return Config(net_devices=net_devices, liveness_timeout_s=60.0, stall_timeout_s=60.0)
 
 
 class BenchError(Exception):
@@ -41,17 +48,32 @@ class BenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A cache: so many layers of so many blocks, each of ``block_bytes`` in one piece."""
+    """A cache: so many layers of so many blocks, each of ``block_bytes`` in one piece, on one device."""
 
     num_layers: int
     num_blocks: int
     block_bytes: int
+    device: str = "cpu"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all blocks of all layers."""
+        return self.num_layers * self.num_blocks * self.block_bytes
+
+    def on(self, device: str) -> Shape:
+        """The same shape there."""
+        return replace(self, device=device)
 
     def tensors(self, *, fill: bool) -> dict[str, torch.Tensor]:
         """The cache. Filled, its pages exist before they are measured; if not, it takes no memory until written."""
         sizes = (self.num_blocks, TOKENS, self.block_bytes // TOKENS)
         make = torch.ones if fill else torch.empty
-        return {f"layers.{layer}": make(sizes, dtype=torch.uint8) for layer in range(self.num_layers)}
+        cache = {
+            f"layers.{layer}": make(sizes, dtype=torch.uint8, device=self.device) for layer in range(self.num_layers)
+        }
+        if self.device != "cpu":
+            torch.cuda.synchronize()  # NIXL reads the memory without asking the stream that filled it
+        return cache
 
 
 class DecodeProcess:
@@ -89,8 +111,19 @@ class DecodeProcess:
 
     def freeze(self) -> None:
         """Stop the process where it stands: its sockets stay open and nobody answers."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End it without a word, as ``kill -9`` does."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
         assert self._process.pid is not None, "the process was started"
-        os.kill(self._process.pid, signal.SIGSTOP)
+        os.kill(self._process.pid, number)
 
     def close(self) -> None:
         """End the process, frozen or not."""
@@ -136,13 +169,16 @@ class _Decode:
     def __init__(self) -> None:
         self._receivers: dict[str, DecodeReceiver] = {}
         self._caches: dict[str, dict[str, torch.Tensor]] = {}
-        self._bare: BareReader | None = None
+        self._bare: dict[str, BareReader] = {}
+        self._sink: TcpSink | None = None
 
     def open(self, engine_id: str, shape: Shape, config: Config, fill: bool) -> None:
         cache = self._caches[engine_id] = shape.tensors(fill=fill)
         self._receivers[engine_id] = DecodeReceiver(engine_id, cache, SPEC, config=config)
 
     def shut(self, engine_id: str) -> None:
+        if engine_id in self._bare:
+            self.shut_bare(engine_id)
         self._receivers.pop(engine_id).close()
         del self._caches[engine_id]
 
@@ -163,6 +199,13 @@ class _Decode:
             raise BenchError(f"a receive failed: {failed[0]}")
         return {event.transfer_id: at_ns for event, at_ns in seen}
 
+    def await_done_by_all(self, engine_ids: Sequence[str]) -> int:
+        """When the next receive of each of these was done, and seen."""
+        last_ns = 0
+        for engine_id in engine_ids:
+            last_ns = max(last_ns, *self.await_done(engine_id, 1).values())
+        return last_ns
+
     def _finished(self, engine_id: str, count: int) -> list[tuple[ReceiveFinished, int]]:
         receiver = self._receivers[engine_id]
         seen: list[tuple[ReceiveFinished, int]] = []
@@ -175,38 +218,87 @@ class _Decode:
                 raise BenchError(f"{count - len(seen)} of {count} receives did not end")
         return seen
 
+    def clear(self, engine_id: str) -> None:
+        """Canaries in every block."""
+        patterns.clear(self._caches[engine_id])
+
+    def compare(self, engine_id: str, seed: int, block_ids: Sequence[int]) -> patterns.Comparison:
+        """Every byte, with what prefill painted."""
+        return patterns.compare(self._caches[engine_id], seed, block_ids)
+
     def cpu_s(self) -> float:
         return time.process_time()
 
     def open_bare(self, engine_id: str, config: Config) -> tuple[str, bytes, Any]:
         """A bare NIXL agent beside the receiver, over the same memory."""
-        self._bare = BareReader(self._caches[engine_id], SPEC, config)
-        return self._bare.agent_name, self._bare.metadata, self._bare.rows
+        reader = self._bare[engine_id] = BareReader(self._caches[engine_id], config)
+        return reader.agent_name, reader.metadata, reader.rows
 
-    def await_bare(self) -> int:
-        """When the next bare WRITE was seen to have arrived."""
-        assert self._bare is not None, "open_bare() comes first"
-        return self._bare.wait()
+    def open_lone_bare(self, engine_id: str, shape: Shape, config: Config) -> tuple[str, bytes, Any]:
+        """A bare NIXL agent without a receiver, over memory of its own."""
+        reader = self._bare[engine_id] = BareReader(shape.tensors(fill=False), config)
+        return reader.agent_name, reader.metadata, reader.rows
+
+    def shut_bare(self, engine_id: str) -> None:
+        self._bare.pop(engine_id).close()
+
+    def await_bare(self, engine_ids: Sequence[str], count: int) -> int:
+        """When ``count`` bare WRITEs to each of these had arrived."""
+        return await_writes([self._bare[engine_id] for engine_id in engine_ids], count)
+
+    def open_sink(self, num_bytes: int) -> tuple[str, int]:
+        """A TCP socket to send up to ``num_bytes`` at a time to."""
+        self.shut_sink()
+        self._sink = TcpSink(num_bytes)
+        return self._sink.address
+
+    def await_stream(self, num_bytes: int) -> int:
+        """When so many bytes had been read from it."""
+        assert self._sink is not None, "open_sink() comes first"
+        return self._sink.receive(num_bytes)
+
+    def shut_sink(self) -> None:
+        if self._sink is not None:
+            self._sink.close()
+            self._sink = None
 
     def close(self) -> None:
-        self._bare = None
+        self.shut_sink()
+        for reader in self._bare.values():
+            reader.close()
         for receiver in self._receivers.values():
             receiver.close()
 
 
 @contextlib.contextmanager
 def connected_pair(
-    shape: Shape, config: Config, decode: DecodeProcess, engine_id: str, **pusher_options: Any
+    shape: Shape,
+    config: Config,
+    decode: DecodeProcess,
+    engine_id: str,
+    *,
+    close_decode: bool = True,
+    **pusher_options: Any,
 ) -> Iterator[PrefillPusher]:
-    """A pusher here and a receiver there, which have served one transfer: what follows meets a connected engine."""
+    """A pusher here and a receiver there, which have served one transfer: what follows meets a connected engine.
+
+    With ``close_decode=False`` the other process may be gone in the end.
+    """
     decode.call("open", engine_id, shape, config, True)
     with PrefillPusher(PREFILL_ID, shape.tensors(fill=True), SPEC, config=config, **pusher_options) as pusher:
-        decode.call("expect", engine_id, [("connect", [0])], pusher.address)
-        pusher.push("connect", [0])
-        await_pushed(pusher)
-        decode.call("await_done", engine_id, 1)
+        connect(pusher, decode, engine_id)
         yield pusher
-    decode.call("shut", engine_id)  # after an error the other process may be in any state, and ends with this one
+    if close_decode:
+        decode.call("shut", engine_id)  # after an error the other process may be in any state, and ends with this one
+
+
+def connect(pusher: PrefillPusher, decode: DecodeProcess, engine_id: str) -> None:
+    """Serve one transfer to an engine that is open there."""
+    transfer_id = f"connect {engine_id}"
+    decode.call("expect", engine_id, [(transfer_id, [0])], pusher.address)
+    pusher.push(transfer_id, [0])
+    await_pushed(pusher)
+    decode.call("await_done", engine_id, 1)
 
 
 def await_registered(pusher: PrefillPusher, count: int) -> None:

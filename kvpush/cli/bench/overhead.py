@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kvpush.cli.bench import limits
+from kvpush.cli.bench.context import Bench
 from kvpush.cli.bench.pair import DecodeProcess, Shape, await_pushed, await_registered, connected_pair
 from kvpush.cli.bench.report import Figure, Samples
 from kvpush.config import Config
@@ -26,9 +29,13 @@ from kvpush.transport import Indices, RemoteHandle, WriteHandle
 
 OWN_LIMIT_S = 60e-6
 FSM_LIMIT_S = 10e-6
-SHAPE = Shape(num_layers=1, num_blocks=512, block_bytes=65536)
 _BATCH = 16  # pushes whose registrations wait at the same time
 _PAUSE_S = 0.001
+_BLOCK_BYTES = 65536
+_SMALL_BLOCK_BYTES = 1024  # in the sweeps: their subject is not how long bytes take
+_CHUNKED_BLOCKS = 64
+WAKE_UP = "waking a thread"
+NIXL = "NIXL's calls"
 
 
 class Stopwatch:
@@ -109,69 +116,139 @@ class _WatchedTransport(NixlTransport):
         return super().post_write(remote, local_indices, remote_indices, notification)
 
 
-def measure(decode: DecodeProcess, config: Config, repetitions: int) -> list[Figure]:
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One kind of push."""
+
+    shape: Shape
+    num_blocks: int
+    num_chunks: int = 1
+    pause_s: float = _PAUSE_S
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Seconds of many pushes of one kind."""
+
+    own: Samples
+    nixl: Samples
+    fsm_posted: Samples
+    fsm_whole: Samples
+
+
+def measure(bench: Bench) -> list[Figure]:
     """Two processes, one push at a time."""
-    probe = _Probe()
+    return [*_budgets(bench), *(_sweeps(bench) if bench.has_sweeps else [])]
+
+
+def _budgets(bench: Bench) -> list[Figure]:
+    shape = bench.shape(1, 512, _BLOCK_BYTES)
+    cases = {
+        "1 block": _Case(shape, 1),
+        "1 block, one after the other": _Case(shape, 1, pause_s=0.0),
+        "16 blocks": _Case(shape, 16),
+    }
     figures = []
-    with connected_pair(SHAPE, config, decode, "own", transport_factory=probe.make_transport) as pusher:
-        for num_blocks, pause_s, what in (
-            (1, _PAUSE_S, "1 block"),
-            (1, 0.0, "1 block, one after the other"),
-            (16, _PAUSE_S, "16 blocks"),
-        ):
-            own, nixl, _, _ = _pushes(pusher, decode, probe, num_blocks, repetitions, pause_s)
+    probe = _Probe()
+    with connected_pair(shape, bench.config, bench.decode, "own", transport_factory=probe.make_transport) as pusher:
+        for what in bench.points(cases, "a push"):
+            case = cases[what]
+            taken = _take(pusher, bench.decode, probe, case, bench.sizes.own_pushes)
             stop = probe.watch_fsm(pusher._registry)
             try:
-                _, _, fsm_posted, fsm_whole = _pushes(pusher, decode, probe, num_blocks, repetitions, pause_s)
+                watched = _take(pusher, bench.decode, probe, case, bench.sizes.own_pushes)
             finally:
                 stop()
+            wake_up = Samples.of(limits.wake_ups(bench.sizes.own_pushes, case.pause_s))
             figures += [
                 Figure.of_seconds(
                     f"own time to the posted WRITE, {what}",
-                    own,
+                    taken.own,
                     limit=OWN_LIMIT_S,
+                    budget="own-time",
+                    beside={WAKE_UP: wake_up.median},
                     note="wall time from push() to the return of NIXL's transfer(), NIXL's own calls subtracted; the "
                     "loop's thread sleeps when the push comes, so its wake-up is included"
-                    + ("; after 1 ms of nothing" if pause_s else ""),
+                    + ("; after 1 ms of nothing" if case.pause_s else ""),
                 ),
                 Figure.of_seconds(
                     f"state machine's part of it, {what}",
-                    fsm_posted,
+                    watched.fsm_posted,
                     limit=FSM_LIMIT_S,
+                    budget="state-machine",
                     note="Registry.need(), Registry.pin() and the push's trigger, with lock and bookkeeping",
                 ),
                 Figure.of_seconds(
                     f"state machine, whole push, {what}",
-                    fsm_whole,
+                    watched.fsm_whole,
                     note="the same, up to the outcome: Registry.settle() and the last trigger in addition",
                 ),
                 Figure.of_seconds(
                     f"NIXL's part, {what}",
-                    nixl,
+                    taken.nixl,
                     note="make_prepped_xfer() and transfer(); over cma the latter copies the bytes",
                 ),
             ]
     return figures
 
 
-def _pushes(
-    pusher: PrefillPusher, decode: DecodeProcess, probe: _Probe, num_blocks: int, repetitions: int, pause_s: float
-) -> tuple[Samples, Samples, Samples, Samples]:
-    """Own time, NIXL's, and the state machine's up to the WRITE and in all."""
+def _sweeps(bench: Bench) -> list[Figure]:
+    sizes = bench.sizes
+    batch = min(_BATCH, 4)
+    by_blocks = [_Case(bench.shape(1, batch * n, _SMALL_BLOCK_BYTES), n) for n in sizes.sweep_own_blocks]
+    by_layers = [_Case(bench.shape(n, batch * 16, _SMALL_BLOCK_BYTES), 16) for n in sizes.sweep_layers]
+    chunked = bench.shape(1, batch * _CHUNKED_BLOCKS, _SMALL_BLOCK_BYTES)
+    by_chunks = [_Case(chunked, _CHUNKED_BLOCKS, n) for n in sizes.sweep_chunks]
+    cases = {"blocks": by_blocks, "layers": by_layers, "chunks": by_chunks}
+    figures = []
+    for grows, case in bench.points(
+        [(name, case) for name, listed in cases.items() for case in listed], "larger pushes"
+    ):
+        probe = _Probe()
+        with connected_pair(
+            case.shape, bench.config, bench.decode, "own", transport_factory=probe.make_transport
+        ) as pusher:
+            taken = _take(pusher, bench.decode, probe, case, max(batch, sizes.points), batch)
+        x = {"blocks": case.num_blocks, "layers": case.shape.num_layers, "chunks": case.num_chunks}[grows]
+        figures.append(
+            Figure.of_seconds(
+                f"own time by {grows}: {case.num_blocks} blocks, {case.shape.num_layers} layers, "
+                f"{case.num_chunks} chunks",
+                taken.own,
+                baseline=taken.nixl.median,
+                baseline_name=NIXL,
+                baseline_minimum=taken.nixl.minimum,
+                note="blocks of 1 KiB in random order, until the last WRITE is posted; beside it what NIXL's own calls "
+                "took for the same push",
+                series=f"own time of one push, by {grows}",
+                x=x,
+                x_name=grows,
+            )
+        )
+    return figures
+
+
+def _take(
+    pusher: PrefillPusher, decode: DecodeProcess, probe: _Probe, case: _Case, repetitions: int, batch_size: int = _BATCH
+) -> _Taken:
     rng = np.random.default_rng(1)
     own, nixl, fsm_posted, fsm_whole = [], [], [], []
-    for batch in range(0, repetitions, _BATCH):
-        block_ids = rng.permutation(SHAPE.num_blocks)[: _BATCH * num_blocks].reshape(_BATCH, num_blocks).tolist()
-        ids = [f"{num_blocks}-{batch}-{index}-{probe.nixl.ended_ns}" for index in range(_BATCH)]
-        decode.call("expect", "own", list(zip(ids, block_ids, strict=True)), pusher.address)
+    chunks = np.array_split(np.arange(case.num_blocks), case.num_chunks)
+    for batch in range(0, repetitions, batch_size):
+        chosen = rng.permutation(case.shape.num_blocks)[: batch_size * case.num_blocks]
+        block_ids = chosen.reshape(batch_size, case.num_blocks)
+        ids = [f"{case.num_blocks}-{batch}-{index}-{probe.nixl.ended_ns}" for index in range(batch_size)]
+        decode.call("expect", "own", list(zip(ids, block_ids.tolist(), strict=True)), pusher.address)
         await_registered(pusher, len(ids))
         decode.start("await_done", "own", len(ids))
         for transfer_id, blocks in zip(ids, block_ids, strict=True):
-            if pause_s:
-                time.sleep(pause_s)
+            pieces = [(blocks[chunk].tolist(), int(chunk[0])) for chunk in chunks]
+            if case.pause_s:
+                time.sleep(case.pause_s)
             nixl_ns, fsm_ns = probe.nixl.total_ns, probe.fsm.total_ns
             begun_ns = time.monotonic_ns()
-            pusher.push(transfer_id, blocks)
+            for number, (piece, first_block) in enumerate(pieces, 1):
+                pusher.push(transfer_id, piece, first_block=first_block, last=number == len(pieces))
             await_pushed(pusher)
             nixl_ns = probe.nixl.total_ns - nixl_ns
             own.append((probe.nixl.ended_ns - begun_ns - nixl_ns) / 1e9)
@@ -179,4 +256,4 @@ def _pushes(
             fsm_posted.append((probe.fsm_until_posted_ns - fsm_ns) / 1e9)
             fsm_whole.append((probe.fsm.total_ns - fsm_ns) / 1e9)
         decode.result()
-    return Samples.of(own), Samples.of(nixl), Samples.of(fsm_posted), Samples.of(fsm_whole)
+    return _Taken(Samples.of(own), Samples.of(nixl), Samples.of(fsm_posted), Samples.of(fsm_whole))
