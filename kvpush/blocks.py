@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,34 +16,18 @@ import torch
 
 from kvpush.errors import Failure, FailureCode, UsageError
 
+MAX_SLOTS_PER_BLOCK = 512  # a push lists slots: a peer's block size must not decide how many there are
+
 _FEW_IDS = 64  # up to here a set of ints is faster than numpy's sort
 
 BlockIds = npt.NDArray[np.int64]  # shape (blocks,)
 
 
-class Overlap(NamedTuple):
-    """The positions ``first_block`` .. that both sides hold: ``local_ids[i]`` goes into ``remote_ids[i]``."""
-
-    first_block: int
-    local_ids: BlockIds
-    remote_ids: BlockIds
-
-
-def overlap(wanted_first: int, wanted_ids: BlockIds, held_first: int, held_ids: BlockIds) -> Overlap | None:
-    """What a transfer's holder can write of what was asked for; ``None`` when no position is on both sides.
-
-    Position ``first + i`` is in block ``ids[i]``. Only positions count, never how long the lists are. The arrays are
-    views of the arguments.
-    """
-    first = max(wanted_first, held_first)
-    end = min(wanted_first + len(wanted_ids), held_first + len(held_ids))
-    if first >= end:
-        return None
-    return Overlap(
-        first_block=first,
-        local_ids=held_ids[first - held_first : end - held_first],
-        remote_ids=wanted_ids[first - wanted_first : end - wanted_first],
-    )
+def shared_positions(first: int, count: int, other_first: int, other_count: int) -> range:
+    """The positions that both of two runs name; empty when there is none. Only positions count, never how long the runs
+    are."""
+    start = max(first, other_first)
+    return range(start, max(start, min(first + count, other_first + other_count)))
 
 
 def slots_of(block_ids: BlockIds, slots_per_block: int) -> BlockIds:
@@ -51,6 +35,15 @@ def slots_of(block_ids: BlockIds, slots_per_block: int) -> BlockIds:
     if slots_per_block == 1:
         return block_ids
     return np.add.outer(block_ids * slots_per_block, np.arange(slots_per_block, dtype=np.int64)).reshape(-1)
+
+
+def slots_between(block_ids: BlockIds, slots_per_block: int, start: int, end: int) -> BlockIds:
+    """``slots_of(block_ids, slots_per_block)[start:end]``, laying out no others than these blocks' slots."""
+    if slots_per_block == 1:
+        return block_ids[start:end]
+    first, last = start // slots_per_block, -(-end // slots_per_block)
+    skipped = first * slots_per_block
+    return slots_of(block_ids[first:last], slots_per_block)[start - skipped : end - skipped]
 
 
 def check_block_ids(block_ids: Any, num_blocks: int, *, what: str, unique: bool) -> BlockIds:

@@ -609,14 +609,18 @@ class DecodeCore:
     def _register(self, prefill: _Prefill, leg: _Leg, now_s: float) -> None:
         """Send Register, and pin the engine until the leg is over."""
         assert prefill.link is not None, "the engine is up"
+        receive = leg.receive
+        try:
+            wants = self._wants(prefill, leg)
+        except Incompatible as exc:
+            self._end(receive, Outcome.failed, exc.code, exc.reason, now_s)
+            return
         if self._registry.pin(prefill.generation) is None:
             return
-        receive = leg.receive
         leg.pinned = prefill.generation
         leg.registered_with = prefill.incarnation
         leg.writer_agent = prefill.agent_name
         leg.holdings = prefill.holdings
-        wants = self._wants(prefill, leg)
         self._out.append(Send(prefill.link, self._registration(receive, wants, now_s)))
         if leg.num_missing == 0:  # it has none of our layers, or of the groups that this transfer has blocks in
             self._leave(leg, now_s, is_confirmed=False)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpush.blocks import BlockIds
+from kvpush.blocks import MAX_SLOTS_PER_BLOCK, BlockIds
 from kvpush.errors import ConfigurationError, Failure, FailureCode, Incompatible, UsageError
 from kvpush.layout import CacheGeometry, GroupGeometry, LayerGeometry
 from kvpush.parallel import Share, heads_of, written_heads
@@ -29,7 +29,6 @@ from kvpush.rows import MAX_SEGMENTS, Indices, Rows, rows_at
 # before tokens on one side and tokens before heads on the other, would take longer than computing the block again.
 MIN_TILE_BYTES = 1024
 
-MAX_SLOTS_PER_BLOCK = 4096  # a push lists slots: a peer's block size must not decide how many there are
 
 _MAX_ROWS = 2**20  # of one side: 40 MB, and more than any model needs; a peer's numbers must not decide on more
 _NO_ROWS: Rows = np.empty((0, 5), dtype=np.uint64)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpush import wire
-from kvpush.blocks import BlockIds, overlap, slots_of
+from kvpush.blocks import BlockIds, shared_positions, slots_between
 from kvpush.errors import FailureCode
 from kvpush.events import Outcome, PushFinished
 from kvpush.lifecycle import PUSH, PushState
@@ -220,7 +220,7 @@ class Leg:
         """From now on it is for this registration, and nothing of it has been written."""
         self.registration = registration
         self.wanted = {i: wanted[held.name] for i, held in enumerate(cut.groups) if held.name in wanted}
-        self.wanted_cells = sum(cut.groups[i].num_layers * len(each.slots) for i, each in self.wanted.items())
+        self.wanted_cells = sum(cut.groups[i].num_layers * each.num_slots for i, each in self.wanted.items())
         self.pieces.clear()
         self.covered_cells = 0
         for index in range(len(self.push.chunks)):
@@ -234,13 +234,16 @@ class Leg:
                 continue
             held = cut.groups[part.group]
             terms = self.registration.link.terms[held.name]
-            slots = slots_of(part.block_ids, terms.prefill_slots_per_block)
-            first_slot = part.first_block * terms.prefill_slots_per_block
-            both = overlap(wanted.first_slot, wanted.slots, first_slot, slots)
-            if both is None:
+            per_block = terms.prefill_slots_per_block
+            held_from = part.first_block * per_block
+            num_held = len(part.block_ids) * per_block
+            both = shared_positions(wanted.first_slot, wanted.num_slots, held_from, num_held)
+            if not both:
                 continue
+            local = slots_between(part.block_ids, per_block, both.start - held_from, both.stop - held_from)
+            remote = wanted.between(both.start, both.stop)
             for layers in part.layers:
-                piece = Piece(index, part.group, layers, both.first_block, both.local_ids, both.remote_ids)
+                piece = Piece(index, part.group, layers, both.start, local, remote)
                 self.covered_cells += piece.num_cells
                 self.pieces.extend(piece.sliced(cut.max_slots(held, terms, len(layers))))
 

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpush import wire
-from kvpush.blocks import check_remote_ids, slots_of
+from kvpush.blocks import MAX_SLOTS_PER_BLOCK, BlockIds, check_remote_ids, slots_between
+from kvpush.errors import Incompatible
 
 MAX_BLOCKS = 2**31 - 1  # until the handshake has told the real number, which is checked before the WRITE
 
@@ -33,8 +34,17 @@ class GroupTerms:
 
 
 def group_terms(name: str, prefill_block_size_tokens: int, decode_block_size_tokens: int) -> GroupTerms:
-    """Both sides come to the same terms, each from its own block size and the other's."""
+    """Both sides come to the same terms, each from its own block size and the other's.
+
+    Raises Incompatible naming both sizes when they have so little in common that slots would be too many.
+    """
     slot_size_tokens = math.gcd(prefill_block_size_tokens, decode_block_size_tokens)
+    if max(prefill_block_size_tokens, decode_block_size_tokens) // slot_size_tokens > MAX_SLOTS_PER_BLOCK:
+        raise Incompatible(
+            f"group {name!r}: blocks of {prefill_block_size_tokens} tokens at prefill and of "
+            f"{decode_block_size_tokens} at decode have only {slot_size_tokens} in common, which makes more than "
+            f"{MAX_SLOTS_PER_BLOCK} slots a block"
+        )
     return GroupTerms(
         name,
         slot_size_tokens,
@@ -45,20 +55,36 @@ def group_terms(name: str, prefill_block_size_tokens: int, decode_block_size_tok
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """What decode wants of one group: slot ``first_slot + i`` of the transfer goes into ``slots[i]`` of its cache."""
+    """What decode wants of one group: slots ``first_slot`` .. of the transfer go into those of ``block_ids``, in order.
+
+    The slots of a long list are not laid out before they are needed.
+    """
 
     first_slot: int
-    slots: Slots
+    num_slots: int
+    block_ids: BlockIds
+    slots_per_block: int
     highest_block: int  # -1 when there is none
+
+    @property
+    def end_slot(self) -> int:
+        return self.first_slot + self.num_slots
+
+    def between(self, first_slot: int, end_slot: int) -> Slots:
+        """Where these slots of the transfer go; they are among those that are wanted."""
+        return slots_between(
+            self.block_ids, self.slots_per_block, first_slot - self.first_slot, end_slot - self.first_slot
+        )
 
 
 def wanted_slots(want: wire.Want, terms: GroupTerms) -> Wanted:
     """Unpack a want. Raises ``Failure(bad_blocks)`` for impossible ids and RemoteProtocolError for a cut-off list."""
     block_ids = wire.unpack_block_ids(want.block_ids).astype(np.int64)
     check_remote_ids(block_ids, MAX_BLOCKS)
-    slots = slots_of(block_ids, terms.decode_slots_per_block)
     first_slot, num_slots = slot_range(want.first_block, len(block_ids), want.num_tokens, terms)
-    return Wanted(first_slot, slots[:num_slots], int(block_ids.max(initial=-1)))
+    return Wanted(
+        first_slot, num_slots, block_ids, terms.decode_slots_per_block, highest_block=int(block_ids.max(initial=-1))
+    )
 
 
 def slot_range(first_block: int, num_blocks: int, num_tokens: int, terms: GroupTerms) -> tuple[int, int]:
@@ -72,5 +98,8 @@ def slot_range(first_block: int, num_blocks: int, num_tokens: int, terms: GroupT
 
 
 def all_terms(own: Mapping[str, int], decode: Mapping[str, int]) -> dict[str, GroupTerms]:
-    """For prefill: the terms of every group that both sides have, by name. Block sizes are in tokens."""
+    """For prefill: the terms of every group that both sides have, by name. Block sizes are in tokens.
+
+    Raises Incompatible as :func:`group_terms` does.
+    """
     return {name: group_terms(name, size, decode[name]) for name, size in own.items() if name in decode}

@@ -5,6 +5,8 @@ import numpy as np
 from kvpush import wire
 from kvpush.config import Config
 from kvpush.layout import DEFAULT_GROUP
+from kvpush.parallel import Share
+from kvpush.pushes import Leg, Link, Part, Push, Registration
 from kvpush.testing import World
 
 # Short enough that a test reads well; heartbeats, stall, hold, lease and deadline follow each other in this order.
@@ -92,6 +94,20 @@ def replace(kind, change):
         return wire.encode(change(found)) if isinstance(found, kind) else message.frames
 
     return tamper
+
+
+def part(first_block, *blocks):
+    """What one call brings of the only group, in all its layers."""
+    return (Part(0, (range(2),), first_block, np.array(blocks, dtype=np.int64)),)
+
+
+def make_leg(name="t", epoch=1, engine_id="d0"):
+    """A push with one leg."""
+    hello = wire.Hello(engine_id, "life 1", Share(), "p0", Share(), {}, {}, f"{engine_id}/0.0#1")
+    link = Link(b"1", hello, frozenset({(0, 0)}), {})
+    push = Push(name, opened_s=0.0, lease_until_s=1.0)
+    leg = push.legs[link.rank] = Leg(push, Registration(link, name, epoch, (), due_s=1.0), {})
+    return leg
 
 
 def register(transfer_id, epoch, block_ids, first_block=0, remaining_ms=10_000, group=DEFAULT_GROUP):

@@ -1,22 +1,10 @@
 """Lines and the room in flight, by themselves."""
 
 import pytest
-from core_worlds import make_config
+from core_worlds import make_config, make_leg
 
-from kvpush import wire
 from kvpush.lines import Lines
-from kvpush.parallel import Share
-from kvpush.pushes import Leg, Link, Push, Registration
 from kvpush.writes import Writes
-
-
-def make_leg(name="t", epoch=1, engine_id="d0"):
-    """A push with one leg."""
-    hello = wire.Hello(engine_id, "life 1", Share(), "p0", Share(), {}, {}, f"{engine_id}/0.0#1")
-    link = Link(b"1", hello, frozenset({(0, 0)}), {})
-    push = Push(name, opened_s=0.0, lease_until_s=1.0)
-    leg = push.legs[link.rank] = Leg(push, Registration(link, name, epoch, (), due_s=1.0), {})
-    return leg
 
 
 def in_line(lines, generation, *names):

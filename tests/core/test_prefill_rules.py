@@ -18,6 +18,7 @@ from core_worlds import (
     make_pair,
     make_world,
     only_engine,
+    part,
     register,
     replace,
     run_to_the_end,
@@ -29,16 +30,10 @@ from kvpush import wire
 from kvpush.errors import Failure, FailureCode, QueueFull
 from kvpush.parallel import Share
 from kvpush.prefill_effects import Emit, ReleasePeer
-from kvpush.pushes import Part
 from kvpush.testing import World
 
 PACKAGE = Path(kvpush.__file__).parent
 BLOCK_BYTES = 128  # of the world's engines, over all layers
-
-
-def part(first_block, *blocks):
-    """What one call brings of the only group, in all its layers."""
-    return (Part(0, (range(2),), first_block, np.array(blocks, dtype=np.int64)),)
 
 
 def link_to(prefill, decode):

@@ -1,6 +1,6 @@
 """What a mutation run found that no other test looked at: counters, what is shown, and rarely taken turns."""
 
-import numpy as np
+import msgspec.structs
 import pytest
 from core_worlds import (
     CONFIG,
@@ -9,9 +9,11 @@ from core_worlds import (
     decoded,
     lose,
     make_connected,
+    make_leg,
     make_pair,
     make_world,
     only_engine,
+    part,
     run_to_the_end,
 )
 
@@ -19,7 +21,7 @@ from kvpush import decode as decode_module
 from kvpush import wire
 from kvpush.errors import Failure, FailureCode
 from kvpush.lines import Lines
-from kvpush.pushes import Push
+from kvpush.parallel import Share
 
 
 def counted(owner, *names):
@@ -73,8 +75,8 @@ def test_messages_that_are_not_believed_are_counted_once():
     world, prefill, decode = make_connected()
     prefill.core.message(b"stranger", wire.Heartbeat(), world.clock())
     hello = prefill.core._links[link_to(prefill, decode)].hello
-    fields = {name: getattr(hello, name) for name in hello.__struct_fields__}
-    prefill.core.message(b"new", wire.Hello(**fields | {"rank": (0, 1), "engine_id": "d9"}), world.clock())
+    misled = msgspec.structs.replace(hello, engine_id="d9", expected_share=Share(tp_rank=1, tp_size=2))
+    prefill.core.message(b"new", misled, world.clock())
     assert counted(prefill, "messages_before_hello", "hellos_refused_incompatible") == {
         "messages_before_hello": 1,
         "hellos_refused_incompatible": 1,
@@ -184,8 +186,7 @@ def test_a_link_that_comes_back_before_its_end_is_noticed_takes_the_place_of_the
 
 def test_a_chunk_is_fenced_until_its_fence_is_reached():
     world, prefill, _ = make_pair()
-    ids = np.array([3], dtype=np.int64)
-    prefill.core.push("t", 0, ids, last=True, fenced=True, index=0, now_s=world.clock())
+    prefill.core.push("t", part(0, 3), last=True, fenced=True, index=0, now_s=world.clock())
     assert prefill.core.is_fenced("t", 0)
     assert not prefill.core.is_fenced("t", 1)
     assert not prefill.core.is_fenced("unknown", 0)
@@ -219,10 +220,10 @@ def test_a_record_that_is_ending_is_not_used_for_the_next_receive():
 def test_a_line_that_vanishes_while_another_is_served_is_passed_over():
     lines, served = Lines(4), []
     for generation, name in ((1, "a"), (2, "b"), (3, "c")):
-        lines.join(Push(name, opened_s=0.0, lease_until_s=1.0), generation)
+        lines.join(make_leg(name), generation)
 
-    def post_next(push, generation):
-        served.append(push.transfer_id)
+    def post_next(leg, generation):
+        served.append(leg.transfer_id)
         lines.leave(generation)
         lines.disband(2)  # the engine was lost
         return True
@@ -232,10 +233,10 @@ def test_a_line_that_vanishes_while_another_is_served_is_passed_over():
 
 
 def test_a_line_behind_a_handshake_that_is_empty_is_not_kept():
-    lines, push = Lines(4), Push("a", opened_s=0.0, lease_until_s=1.0)
-    push.generation = 1
-    lines.defer(push, 1)
-    lines.undefer(push)
+    lines, leg = Lines(4), make_leg("a")
+    leg.generation = 1
+    lines.defer(leg, 1)
+    lines.undefer(leg)
     assert not lines._deferred
 
 
@@ -245,11 +246,12 @@ def test_failures_of_an_earlier_life_of_the_link_do_not_count_against_a_receive(
     receive = decode.expect("t", [7], prefill)
     world.advance(SOON_S)
     epoch = receive.epoch
-    inner = decode.core._receives[epoch]
-    inner.failed_attempts = 1
+    (leg,) = decode.core._receives[epoch].legs.values()
+    leg.failed_attempts = 1
     world.network.cut("p0", "d0")
     world.advance(1)
-    assert decode.core._receives[epoch].failed_attempts == 0
+    assert decode.core._receives[epoch].legs == {(0, 0): leg}
+    assert leg.failed_attempts == 0
     prefill.push("t", [3])
     run_to_the_end(world)
     assert receive.outcome == "done"

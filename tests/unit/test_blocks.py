@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpush.blocks import check_block_ids, check_remote_ids, overlap, slots_of
+from kvpush.blocks import check_block_ids, check_remote_ids, shared_positions, slots_between, slots_of
 from kvpush.errors import Failure, FailureCode, UsageError
 
 # --- positions -------------------------------------------------------------------------------------------------------
@@ -18,10 +18,10 @@ from kvpush.errors import Failure, FailureCode, UsageError
 
 def overlapping(wanted_first, wanted_ids, held_first, held_ids):
     """As plain values: (first_block, [(local, remote), ...]) or None."""
-    found = overlap(wanted_first, np.array(wanted_ids, np.int64), held_first, np.array(held_ids, np.int64))
-    if found is None:
+    both = shared_positions(wanted_first, len(wanted_ids), held_first, len(held_ids))
+    if not both:
         return None
-    return found.first_block, list(zip(found.local_ids.tolist(), found.remote_ids.tolist(), strict=True))
+    return both.start, [(held_ids[i - held_first], wanted_ids[i - wanted_first]) for i in both]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ RUNS = st.tuples(st.integers(0, 12), st.lists(st.integers(0, 99), max_size=8))
 
 
 @given(RUNS, RUNS)
-def test_overlap_agrees_with_matching_position_by_position(wanted, held):
+def test_shared_positions_agree_with_matching_position_by_position(wanted, held):
     positions = {held[0] + i: block_id for i, block_id in enumerate(held[1])}
     pairs = [
         (wanted[0] + i, positions[wanted[0] + i], b) for i, b in enumerate(wanted[1]) if wanted[0] + i in positions
@@ -63,10 +63,12 @@ def test_overlap_agrees_with_matching_position_by_position(wanted, held):
     assert overlapping(*wanted, *held) == expected
 
 
-def test_overlap_copies_nothing():
-    wanted, held = np.arange(4), np.arange(10)
-    found = overlap(2, wanted, 0, held)
-    assert found is not None and np.shares_memory(found.local_ids, held) and np.shares_memory(found.remote_ids, wanted)
+@given(st.lists(st.integers(0, 99), max_size=8), st.integers(1, 5), st.integers(0, 40), st.integers(0, 40))
+def test_slots_between_are_a_part_of_all_slots(block_ids, per_block, start, length):
+    ids = np.array(block_ids, dtype=np.int64)
+    end = min(start + length, len(ids) * per_block)
+    start = min(start, end)
+    assert slots_between(ids, per_block, start, end).tolist() == slots_of(ids, per_block)[start:end].tolist()
 
 
 # --- block ids -------------------------------------------------------------------------------------------------------

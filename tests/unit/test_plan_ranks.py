@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memories import Memory, bits, random_arena, random_memory
 
-from kvpush.blocks import overlap, slots_of
+from kvpush.blocks import shared_positions, slots_of
 from kvpush.layout import (
     KVCacheSpec,
     KVGroup,
@@ -273,17 +273,17 @@ def carry_out(transfer, ours, theirs):
         wanted_slots = slots_of(np.array(wanted.ids, dtype=np.int64), part.remote_slots_per_block)
         for start in range(0, len(held.ids), transfer.chunk_blocks):
             chunk = np.array(held.ids[start : start + transfer.chunk_blocks], dtype=np.int64)
-            common = overlap(
-                wanted.first * part.remote_slots_per_block,
-                wanted_slots,
-                (held.first + start) * part.local_slots_per_block,
-                slots_of(chunk, part.local_slots_per_block),
-            )
-            if common is None:
+            slots = slots_of(chunk, part.local_slots_per_block)
+            wanted_from = wanted.first * part.remote_slots_per_block
+            held_from = (held.first + start) * part.local_slots_per_block
+            both = shared_positions(wanted_from, len(wanted_slots), held_from, len(slots))
+            if not both:
                 continue
+            local_slots = slots[both.start - held_from : both.stop - held_from]
+            remote_slots = wanted_slots[both.start - wanted_from : both.stop - wanted_from]
             for layer in range(0, part.num_layers, transfer.layers_a_push):
                 layers = range(layer, min(layer + transfer.layers_a_push, part.num_layers))
-                local, remote = part.indices(layers, common.local_ids, common.remote_ids)
+                local, remote = part.indices(layers, local_slots, remote_slots)
                 assert local.dtype == remote.dtype == np.int32 and len(local) == len(remote)
                 written = 0
                 runs = 0
@@ -298,7 +298,7 @@ def carry_out(transfer, ours, theirs):
                     written += length
                     runs += last != (source, target)
                     last = (source + length, target + length)
-                assert written == part.slot_len_bytes(layers) * len(common.local_ids)
+                assert written == part.slot_len_bytes(layers) * len(local_slots)
                 # NIXL merges within a row only.
                 assert runs <= descriptors_after_merging(plan, local, remote) <= len(local)
                 num_bytes += written

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpush import wire
-from kvpush.blocks import slots_of
-from kvpush.errors import Failure, FailureCode, RemoteProtocolError
+from kvpush.blocks import MAX_SLOTS_PER_BLOCK, slots_of
+from kvpush.errors import Failure, FailureCode, Incompatible, RemoteProtocolError
 from kvpush.terms import MAX_BLOCKS, GroupTerms, all_terms, group_terms, slot_range, wanted_slots
 
 SIZES = st.integers(1, 64)
@@ -29,11 +29,17 @@ def want(block_ids, first_block=0, num_tokens=0):
         (7, 5, 1, 7, 5),
         (1, 1, 1, 1, 1),
         (1, 16, 1, 1, 16),
-        (2**31 - 1, 1, 1, 2**31 - 1, 1),
+        (MAX_SLOTS_PER_BLOCK, 1, 1, MAX_SLOTS_PER_BLOCK, 1),
     ],
 )
 def test_a_slot_is_the_greatest_run_that_both_blocks_are_multiples_of(prefill, decode, slot, of_prefill, of_decode):
     assert group_terms("kv", prefill, decode) == GroupTerms("kv", slot, of_prefill, of_decode)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2**31 - 1, 16), (16, 2**31 - 1), (MAX_SLOTS_PER_BLOCK + 1, 1)])
+def test_rule19_a_block_size_that_would_make_too_many_slots_is_refused_with_both(prefill, decode):
+    with pytest.raises(Incompatible, match=f"{prefill}.*{decode}"):
+        group_terms("kv", prefill, decode)
 
 
 @given(SIZES, SIZES)
@@ -99,14 +105,17 @@ def test_wanted_slots_are_those_of_decodes_blocks_in_order(prefill, decode, bloc
     first_slot, num_slots = slot_range(first_block, len(block_ids), num_tokens, terms)
     per_block = terms.decode_slots_per_block
     assert found.first_slot == first_slot
-    assert found.slots.tolist() == [block * per_block + i for block in block_ids for i in range(per_block)][:num_slots]
+    assert (
+        found.between(found.first_slot, found.end_slot).tolist()
+        == [block * per_block + i for block in block_ids for i in range(per_block)][:num_slots]
+    )
     assert found.highest_block == max(block_ids, default=-1)
 
 
 def test_a_block_that_only_the_cut_off_end_names_is_still_checked():
     """The bound is that of every block that was named, whether or not a token of it is wanted."""
     found = wanted_slots(want([3, 90], num_tokens=16), group_terms("kv", 16, 16))
-    assert found.slots.tolist() == [3]
+    assert found.between(found.first_slot, found.end_slot).tolist() == [3]
     assert found.highest_block == 90
 
 
@@ -134,4 +143,4 @@ def test_rule19_impossible_blocks_are_refused(packed, error, code, what):
 
 def test_the_largest_block_of_the_largest_cache_has_its_slots():
     found = wanted_slots(want([MAX_BLOCKS - 1]), group_terms("kv", 1, 16))
-    assert found.slots.tolist() == [16 * (MAX_BLOCKS - 1) + i for i in range(16)]
+    assert found.between(found.first_slot, found.end_slot).tolist() == [16 * (MAX_BLOCKS - 1) + i for i in range(16)]

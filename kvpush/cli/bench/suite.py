@@ -138,6 +138,8 @@ def check_output_arguments(args: argparse.Namespace) -> None:
     for option, path in (("--json", args.json), ("--plot", args.plot)):
         if path is not None and not path.parent.is_dir():
             raise ConfigurationError(f"{option} {path}: there is no folder {path.parent}")
+        if path is not None and path.is_dir():
+            raise ConfigurationError(f"{option} {path}: this is a folder; name a file")
     if args.plot is not None:
         plot.check(args.plot)
 
