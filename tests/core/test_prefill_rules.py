@@ -5,7 +5,6 @@ import tracemalloc
 from pathlib import Path
 
 import msgspec.structs
-import numpy as np
 import pytest
 from core_worlds import (
     CONFIG,
