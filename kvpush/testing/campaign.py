@@ -90,11 +90,12 @@ class Totals:
 
 def run_batch(seeds: Sequence[int]) -> Totals:
     """In this process."""
+    start_s = time.perf_counter()
     totals = Totals()
     with counting_rows() as rows:
         for seed in seeds:
             totals.add(Simulation(draw(seed, ACTIONS)).run())
-    totals.rows = rows
+    totals.rows, totals.elapsed_s = rows, time.perf_counter() - start_s
     return totals
 
 
