@@ -98,6 +98,23 @@ def transfer(run: Simulation, numbers: Sequence[int]) -> bool:
     return True
 
 
+def transfer_in_chunks(run: Simulation, numbers: Sequence[int]) -> bool:
+    """Chunked prefill: the first chunk is there, the last is being computed."""
+    decode, source, prefill = run.decode(numbers[0]), run.source(numbers[1]), run.prefill(numbers[1])
+    transfer_id, count = run.transfer(numbers[2]), 2 + numbers[3] % (MAX_BLOCKS - 1)
+    if decode is not None:
+        expect_blocks(run, decode, source, transfer_id, count, 0)
+    if prefill is not None and prefill.open_push(transfer_id) is None and not prefill.is_held(transfer_id):
+        first = push_chunk(run, prefill, transfer_id, 0, 1, last=False, is_fenced=False)
+        if first is not None and not first.is_over:
+            push_chunk(run, prefill, transfer_id, 1, count - 1, last=True, is_fenced=True)
+    if numbers[4] % 4 == 0 and prefill is not None:
+        run.world.advance(0.05)
+        if prefill.is_running:
+            prefill.cancel(transfer_id)
+    return True
+
+
 def bystander(run: Simulation, numbers: Sequence[int]) -> bool:
     """A transfer to the engine that no fault touches: it must be served as if nothing were wrong elsewhere."""
     if not run.scenario.setup.has_bystander:
@@ -195,6 +212,7 @@ ACTIONS = [
     Action("expect", 12, False, expect),
     Action("push", 12, False, push),
     Action("push_more", 8, False, push_more),
+    Action("transfer_in_chunks", 6, False, transfer_in_chunks),
     Action("bystander", 14, False, bystander),
     Action("fence_reached", 5, False, fence_reached),
     Action("cancel_push", 4, False, cancel_push),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import multiprocessing
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvpush.testing.rows import Row, all_rows, counting_rows
 from kvpush.testing.scenario import draw
@@ -89,11 +90,12 @@ class Totals:
 
 def run_batch(seeds: Sequence[int]) -> Totals:
     """In this process."""
+    start_s = time.perf_counter()
     totals = Totals()
     with counting_rows() as rows:
         for seed in seeds:
             totals.add(Simulation(draw(seed, ACTIONS)).run())
-    totals.rows = rows
+    totals.rows, totals.elapsed_s = rows, time.perf_counter() - start_s
     return totals
 
 
@@ -117,12 +119,13 @@ def run_seeds(
 
 
 def _batches_run(seeds: Sequence[int], workers: int) -> Iterator[Totals]:
-    batches: Iterable[Sequence[int]] = [
-        seeds[start : start + SEEDS_PER_BATCH] for start in range(0, len(seeds), SEEDS_PER_BATCH)
-    ]
+    batches = iter([seeds[start : start + SEEDS_PER_BATCH] for start in range(0, len(seeds), SEEDS_PER_BATCH)])
     if workers == 1:
         yield from map(run_batch, batches)
         return
     # spawned: a fork would copy threads of torch in an unknown state
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(run_batch, batches)
+        under_way = deque(pool.submit(run_batch, batch) for batch in islice(batches, 2 * workers))
+        while under_way:  # never many ahead, so that a run that is stopped ends soon
+            yield under_way.popleft().result()
+            under_way.extend(pool.submit(run_batch, batch) for batch in islice(batches, 1))

@@ -211,7 +211,9 @@ class DecodeEngine(Engine):
 
     def _note_epoch(self, message: wire.Register) -> None:
         receive = self._open.get(message.transfer_id)
-        if receive is not None and message.epoch not in self._by_epoch:
+        if receive is None or receive.epoch is not None:
+            return  # over already, or the late notice of an earlier use of the id that asked for nothing
+        if wire.unpack_block_ids(message.block_ids).tolist() == list(receive.block_ids.values()):
             receive.epoch = message.epoch
             self._by_epoch[message.epoch] = receive
 

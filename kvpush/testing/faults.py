@@ -215,6 +215,9 @@ def confused_peer(run: Simulation, numbers: Sequence[int]) -> bool:
         return False
     waiting = [push.transfer_id for push in prefill.pushes if not push.is_over]
     transfer_id = waiting[numbers[2] % len(waiting)] if waiting else run.transfer(numbers[2])
+    if numbers[5] % 2 == 0:  # just when a push waits for its handshake
+        run.ambush.waiting.append(("sent MetadataRequest", partial(_register_for_nothing, run, prefill, decode)))
+        return False  # counted when it strikes
     if transfer_id.startswith("b"):
         return False  # what belongs to the bystander is not taken from it in its name
     run.num_confused += 1
@@ -235,6 +238,17 @@ def confused_peer(run: Simulation, numbers: Sequence[int]) -> bool:
             message = metadata.build(numbers[4] % 9, me.incarnation, me.agent_name, decode.metadata, decode.geometry)
     prefill.link_event(LinkMessage(links[-1], wire.encode(message)))
     return True
+
+
+def _register_for_nothing(run: Simulation, prefill: PrefillEngine, decode: DecodeEngine, _transfer_id: str) -> None:
+    """For everything that was pushed and is open."""
+    links = [link for link in run.world.network.links_of(prefill) if run.world.peer_of(prefill, link) is decode]
+    for transfer_id in _open_ids(prefill) if links and prefill.is_running else []:
+        run.count("confused_peer")
+        run.world.struck("confused_peer", f"{decode.engine_id} wants nothing of {transfer_id} any more")
+        run.num_confused += 1
+        message = wire.Register(transfer_id, 2**40 + run.num_confused, 0, b"", 3000)
+        prefill.link_event(LinkMessage(links[-1], wire.encode(message)))
 
 
 # --- links -----------------------------------------------------------------------------------------------------------

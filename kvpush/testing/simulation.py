@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvpush.config import HoldPolicy
-from kvpush.errors import FailureCode
 from kvpush.events import Outcome
 from kvpush.lifecycle import State
 from kvpush.prefill import REGISTRATION_GRACE_S
@@ -39,9 +38,6 @@ ACTIONS: dict[str, Action] = {action.name: action for action in [*callers.ACTION
 
 MAX_STEPS_TO_SETTLE = 20_000  # events until everything has come to rest, with faults off
 MAX_REST_STEPS_PER_S = 20  # of one link that nobody uses: heartbeats, and their timers
-
-
-_FORSAKEN = (FailureCode.engine_dropped, FailureCode.superseded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +234,9 @@ class Simulation:
                 self.restart(prefill)
         self.world.run_for(self.bound_s, until=lambda: all(account.is_free for account in self.world.accounts))
         for decode in list(self.decodes):
-            held = [receive for receive in decode.receives if not receive.is_free]
-            # decode asks no engine again that was dropped or superseded, so nothing but its own end proves these quiet
-            if held and all(receive.code in _FORSAKEN for receive in held):
+            is_holding = any(not receive.is_free for receive in decode.receives)
+            # an engine that decode's caller dropped is asked no more: nothing but decode's own end gives these back
+            if is_holding and not decode.core.gauges()["links"]:
                 decode.close()
                 self.restart(decode)
 

@@ -298,6 +298,9 @@ class World:
         """An engine has seen the end of its WRITE."""
         grant = self.oracle.ended(engine, write_id)
         if grant is not None:
+            is_quiet = isinstance(failure, TransportError) and failure.disconnected
+            if is_quiet and grant.receive is not None:  # nothing of it lands any more, so it may be written again
+                grant.receive.posted.difference_update(grant.positions)
             for observer in self.observers:
                 observer.write_ended(engine, grant, failure)
 

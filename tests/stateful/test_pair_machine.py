@@ -281,6 +281,7 @@ class PairMachine(RuleBasedStateMachine):
     @invariant()
     def the_world_is_in_order(self):
         self.world.check()
+        self.world.advance(0.0)  # who has just woken up has its turn
         for observer in self.world.observers:
             observer.checked()
 
