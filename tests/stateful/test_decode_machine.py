@@ -17,9 +17,10 @@ from kvpush.config import Config
 from kvpush.decode import DecodeCore
 from kvpush.errors import FailureCode
 from kvpush.events import BlocksReleased
-from kvpush.identity import Identity
-from kvpush.layout import KVCacheSpec, geometry_of
+from kvpush.identity import Identity, holdings_of
+from kvpush.layout import DEFAULT_GROUP, KVCacheSpec, geometry_of
 from kvpush.lifecycle import RECEIVE
+from kvpush.parallel import Share
 from kvpush.registry import Registry
 from kvpush.testing import FakeClock
 from kvpush.testing.memory import Memory
@@ -43,6 +44,7 @@ ADDRESSES = {name: ("10.0.0.1", 1 + index) for index, name in enumerate(ENGINES)
 MEMORY = Memory("BKHND", 8, 1)
 SPEC = KVCacheSpec(dims="BKHND", model="m")
 GEOMETRY = geometry_of(MEMORY.tensors, SPEC)
+HOLDINGS = holdings_of(GEOMETRY)
 
 
 class Model:
@@ -160,7 +162,7 @@ class DecodeMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         registry = Registry(CONFIG, self.clock, random.Random(1))
-        identity = Identity("d0", "d one", (0, 0), "d0/0.0#1", {"dtype": "same"})
+        identity = Identity("d0", "d one", Share(), "d0/0.0#1", {"dtype": "same"}, HOLDINGS)
         self.core = DecodeCore(identity, b"blob", GEOMETRY, CONFIG, registry)
         self.model = Model()
         self.links = {}  # link -> [engine id, "dialling" | "open" | "up", when it was dialled]
@@ -186,7 +188,7 @@ class DecodeMachine(RuleBasedStateMachine):
                     code = None if event.code is None else str(event.code)
                     events.append((event.transfer_id, str(event.outcome), code, event.blocks_reusable))
                 case decode.Send(link=link, message=wire.Register() | wire.Cancel() as message):
-                    if message.__class__ is wire.Register and not message.block_ids:
+                    if message.__class__ is wire.Register and not message.wants:
                         continue  # a notice: decode waits for nothing
                     sent.append((type(message).__name__, self.links[link][0], message.epoch))
         assert sorted(events, key=repr) == sorted(self.model.events, key=repr)
@@ -210,10 +212,9 @@ class DecodeMachine(RuleBasedStateMachine):
         self.perform(
             self.core.expect(
                 name,
-                np.arange(count),
-                address=ADDRESSES[engine],
-                engine_id=engine,
-                first_block=0,
+                (decode.Place(DEFAULT_GROUP, 0, np.arange(count)),),
+                num_blocks=count,
+                source=decode.Source(engine, 1, 1, {(0, 0): ADDRESSES[engine]}),
                 deadline_s=DEADLINE_S,
                 now_s=now_s,
             )
@@ -277,7 +278,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.links[link][1] = "up"
         incarnation = f"{engine} {self.lives[engine]}"
         self.model.welcomed(engine, incarnation, self.clock())
-        welcome = wire.Welcome(engine, incarnation, (0, 0), self.agent(engine))
+        welcome = wire.Welcome(engine, incarnation, Share(), HOLDINGS, self.agent(engine))
         self.perform(self.core.message(link, welcome, self.clock()))
 
     @precondition(lambda self: any(known[1] == "open" for known in self.links.values()))
@@ -288,7 +289,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.welcome(link, engine)
             return
         if how == "another":
-            message = wire.Welcome("px", "px one", (0, 0), "px/0.0#1")
+            message = wire.Welcome("px", "px one", Share(), HOLDINGS, "px/0.0#1")
             self.model.dial_failed(engine, "wrong_engine", self.clock(), is_gone=True)
         elif how == "refused":
             message = wire.Refused(FailureCode.queue_full, "no room")
@@ -342,7 +343,8 @@ class DecodeMachine(RuleBasedStateMachine):
         if record["with"] is not None and not is_foreign and positions and max(positions) <= wanted:
             agent = self.agent(record["engine"], record["with"].split()[1])
             self.model.arrived(epoch, positions)
-        written = wire.Written(epoch, (0, 0), 0, first, max(1, len(positions)))
+        span = wire.Span(0, 0, 1, first, max(1, len(positions)))
+        written = wire.Written(epoch, (0, 0), 0, (span,))
         self.perform(self.core.notified(agent, wire.encode_written(written), self.clock()))
 
     @precondition(lambda self: self.model.receives and self.model.up)

@@ -17,10 +17,12 @@ from kvpush import metadata, prefill_effects, wire
 from kvpush.config import Config
 from kvpush.errors import FailureCode, TransportError
 from kvpush.events import BlocksReleased
-from kvpush.identity import Identity
-from kvpush.layout import KVCacheSpec, geometry_of
+from kvpush.identity import Identity, holdings_of
+from kvpush.layout import DEFAULT_GROUP, KVCacheSpec, geometry_of
 from kvpush.lifecycle import PUSH
+from kvpush.parallel import Share
 from kvpush.prefill import PrefillCore
+from kvpush.pushes import Part
 from kvpush.registry import Registry
 from kvpush.testing import FakeClock
 from kvpush.testing.memory import Memory
@@ -43,6 +45,7 @@ CONFIG = Config(
 ENGINES = ("d0", "d1")
 SPEC = KVCacheSpec(dims="BKHND", model="m")
 GEOMETRY = geometry_of(Memory("BKHND", 64, 1).tensors, SPEC)
+HOLDINGS = holdings_of(GEOMETRY)
 FINGERPRINT = {"dtype": "same"}
 MAX_BLOCKS = 3
 
@@ -50,7 +53,11 @@ MAX_BLOCKS = 3
 class Peer:
     """What the loop would have loaded."""
 
-    num_blocks = 64
+    def num_blocks(self, group):
+        return 64
+
+    def len_bytes(self, piece):
+        return piece.num_cells
 
 
 class Model:
@@ -122,7 +129,9 @@ class Model:
 
     def tell(self, record, kind, code=None, *, settled=True):
         if record["reg"] is not None and not record.get("unlinked"):
-            engine, epoch, _ = record["reg"]
+            engine, epoch, wanted = record["reg"]
+            if kind == "Failed" and len(record["done"]) == wanted:
+                return  # decode has everything that it asked for, and waits for nothing
             seen = "cancelled_by_peer" if code == "cancelled_by_caller" else code
             self.sent.append((kind, engine, epoch, seen, settled) if kind == "Failed" else (kind, engine, epoch))
 
@@ -235,7 +244,7 @@ SHORT_CUTS = (
 )
 # Two rows need what this machine leaves out: a decode engine that registers again for nothing, and a fenced chunk.
 # The pair machine and the simulator take them.
-ELSEWHERE = {("push", "deferred", "completed"), ("push", "writing", "cancel_settled")}
+ELSEWHERE = {("push", "deferred", "completed")}
 
 
 class PrefillMachine(RuleBasedStateMachine):
@@ -243,7 +252,9 @@ class PrefillMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = FakeClock()
         registry = Registry(CONFIG, self.clock, random.Random(1))
-        self.core = PrefillCore(Identity("p0", "p one", (0, 0), "p0/0.0#1", FINGERPRINT), CONFIG, registry, 64)
+        self.core = PrefillCore(
+            Identity("p0", "p one", Share(), "p0/0.0#1", FINGERPRINT, HOLDINGS), CONFIG, registry, GEOMETRY
+        )
         self.model = Model()
         self.links = {}  # engine id -> link
         self.asked = {}  # engine id -> attempt, while decode has not answered
@@ -287,13 +298,15 @@ class PrefillMachine(RuleBasedStateMachine):
     def posted(self, effect):
         """It is for an open push that is still wanted, of positions that wait to be written."""
         written = wire.decode_written(effect.notification)
-        positions = set(range(written.first_block, written.first_block + written.num_blocks))
+        positions = {slot for s in written.spans for slot in range(s.first_slot, s.first_slot + s.num_slots)}
         (name,) = [n for n, r in self.model.pushes.items() if r["reg"] and r["reg"][1] == written.epoch]
         record = self.model.pushes[name]
         assert not record["cause"]
         assert positions <= record["queued"], (positions, record)
-        assert effect.local_ids.tolist() == sorted(positions)  # the caller's block of position i is i
-        assert effect.remote_ids.tolist() == [10 + position for position in sorted(positions)]
+        local = [slot for piece in effect.pieces for slot in piece.local_slots.tolist()]
+        remote = [slot for piece in effect.pieces for slot in piece.remote_slots.tolist()]
+        assert local == sorted(positions)  # the caller's block of position i is i
+        assert remote == [10 + position for position in sorted(positions)]
         self.model.wrote(name, effect.write_id, positions)
         self.writes[effect.write_id] = (name, self.clock() + STALL_S)
 
@@ -309,7 +322,9 @@ class PrefillMachine(RuleBasedStateMachine):
 
     def hello_of(self, engine):
         life = self.lives[engine]
-        return wire.Hello(engine, f"{engine} {life}", (0, 0), "p0", FINGERPRINT, f"{engine}/0.0#{life}")
+        sizes = {DEFAULT_GROUP: GEOMETRY.groups[0].block_size_tokens}
+        agent = f"{engine}/0.0#{life}"
+        return wire.Hello(engine, f"{engine} {life}", Share(), "p0", Share(), FINGERPRINT, sizes, agent)
 
     def say(self, engine, message):
         self.perform(self.core.message(self.links[engine], message, self.clock()))
@@ -329,7 +344,8 @@ class PrefillMachine(RuleBasedStateMachine):
         self.epochs += 1
         packed = wire.pack_block_ids(np.arange(10, 10 + count))
         self.model.register(name, engine, self.epochs, count)
-        self.say(engine, wire.Register(name, self.epochs, 0, packed, int(NEVER_S * 1000)))
+        wants = (wire.Want(DEFAULT_GROUP, 0, packed),)
+        self.say(engine, wire.Register(name, self.epochs, wants, int(NEVER_S * 1000)))
 
     @precondition(lambda self: self.links)
     @rule(engine=st.sampled_from(ENGINES), index=PICKS, count=st.integers(0, MAX_BLOCKS))
@@ -378,7 +394,8 @@ class PrefillMachine(RuleBasedStateMachine):
             self.model.pushes[name]["chunks"] = index + 1
         blocks = np.arange(first, first + count)
         now_s = self.clock()
-        self.perform(self.core.push(name, first, blocks, last=last, fenced=False, index=index, now_s=now_s))
+        part = Part(0, (range(1),), first, blocks)
+        self.perform(self.core.push(name, (part,), last=last, fenced=False, index=index, now_s=now_s))
 
     @rule(index=PICKS, count=st.integers(1, MAX_BLOCKS), last=st.booleans())
     def push(self, index, count, last):

@@ -64,7 +64,6 @@ PUSH_EXPECTED: dict[tuple[PushState, PushTrigger], PushState] = {
     (PushState.writing, PushTrigger.stalled): PushState.in_doubt,
     (PushState.writing, PushTrigger.completed): PushState.done,
     (PushState.writing, PushTrigger.failure_settled): PushState.failed,
-    (PushState.writing, PushTrigger.cancel_settled): PushState.cancelled,
     (PushState.draining, PushTrigger.stalled): PushState.in_doubt,
     (PushState.draining, PushTrigger.failure_settled): PushState.failed,
     (PushState.draining, PushTrigger.cancel_settled): PushState.cancelled,
