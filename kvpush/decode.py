@@ -109,12 +109,16 @@ Effect = Dial | HangUp | Send | Emit
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a prefill engine is: how many ranks it has, and the address of each that matters here."""
+    """Where a prefill engine is: how many ranks it has, and the address of each that matters here.
+
+    ``incarnations``: of ranks, the only one that can serve; one that is empty or left out: whichever answers.
+    """
 
     engine_id: str
     pp_size: int
     tp_size: int
     addresses: Mapping[Rank, Address]
+    incarnations: Mapping[Rank, str] = field(default_factory=dict)
 
     def share(self, rank: Rank) -> Share:
         """Of one of its ranks."""
@@ -180,6 +184,7 @@ class _Leg:
     receive: _Receive
     rank: Rank
     home: int  # the generation whose record lists it
+    wanted_incarnation: str = ""  # of prefill, when the caller knows which one holds the blocks
     registered_with: str | None = None  # prefill's incarnation, once Register was sent to it
     writer_agent: str = ""  # its NIXL agent, the only one whose notifications count
     arrivals: dict[int, Arrivals] = field(default_factory=dict)  # by prefill's number of the group
@@ -318,7 +323,9 @@ class DecodeCore:
             return self._effects()
         for prefill in prefills:
             if receive.num_blocks and self._is_written_by(prefill.share):
-                leg = receive.legs[prefill.share.rank] = _Leg(receive, prefill.share.rank, prefill.generation)
+                rank = prefill.share.rank
+                wanted = source.incarnations.get(rank, "")
+                leg = receive.legs[rank] = _Leg(receive, rank, prefill.generation, wanted)
                 self._house(prefill, leg)
             else:
                 self._notice(prefill, self._registration(receive, (), now_s))
@@ -610,6 +617,10 @@ class DecodeCore:
         """Send Register, and pin the engine until the leg is over."""
         assert prefill.link is not None, "the engine is up"
         receive = leg.receive
+        if leg.wanted_incarnation not in ("", prefill.incarnation):
+            reason = f"prefill engine {prefill.engine_id!r} restarted after it had computed the blocks"
+            self._end(receive, Outcome.failed, FailureCode.peer_restarted, reason, now_s)
+            return
         try:
             wants = self._wants(prefill, leg)
         except Incompatible as exc:

@@ -118,6 +118,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         *,
         source: Addresses,
         source_engine_id: str,
+        source_incarnation: str | Mapping[tuple[int, int], str] = "",
         first_block: int | Mapping[str, int] = 0,
         num_tokens: int | None = None,
         deadline_s: float | None = None,
@@ -127,6 +128,9 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
 
         ``source`` is the address of a prefill engine that is one process, or ``{(pp_rank, tp_rank): address}`` with an
         entry for each of its ranks, however they are spread: this rank finds those that hold its heads and layers.
+        ``source_incarnation`` is :attr:`PrefillPusher.incarnation` of the process (or processes, by rank) that holds the
+        blocks, where the caller knows it: when another one answers, the receive fails at once and does not wait for its
+        deadline.
         ``first_block`` says how many leading blocks this side has already (a prefix hit). ``num_tokens``, the number of
         tokens whose KV there is, is needed where prefill's blocks are smaller and the last block is only partly filled;
         by default every block is wanted whole. A cache with several groups takes ``{group name: list}`` for the first
@@ -142,7 +146,8 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         transfer_id = wire.check_id(transfer_id, "transfer_id")
         parts = self._placement.parse(block_ids, first_block, call="expect", unique=True)
         source_engine_id = check_engine_id(source_engine_id)
-        account = _Account(parts, _checked_tokens(num_tokens), self._source(source, source_engine_id))
+        found = self._source(source, source_engine_id, source_incarnation)
+        account = _Account(parts, _checked_tokens(num_tokens), found)
         limit_s = self._config.receive_deadline_s if deadline_s is None else _checked_deadline(deadline_s)
         with self._ledger.lock:
             self._loop.check_room("expect")
@@ -223,10 +228,13 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         self._mark(account, is_in_use=False)
 
     @staticmethod
-    def _source(source: Addresses, engine_id: str) -> Source:
+    def _source(source: Addresses, engine_id: str, incarnation: str | Mapping[tuple[int, int], str] = "") -> Source:
         """How many ranks the engine has follows from the map, so it must name every one of them."""
+        incarnations = incarnation if isinstance(incarnation, Mapping) else {(0, 0): incarnation}
+        if not all(isinstance(each, str) for each in incarnations.values()):
+            raise UsageError(f"expect: source_incarnation={incarnation!r} must be a string, or one for each rank")
         if not isinstance(source, Mapping):
-            return Source(engine_id, 1, 1, {(0, 0): parse_address(source, "source").address})
+            return Source(engine_id, 1, 1, {(0, 0): parse_address(source, "source").address}, dict(incarnations))
         addresses = {_checked_rank(rank): parse_address(each, "source").address for rank, each in source.items()}
         if not addresses:
             raise ConfigurationError("source={} names no address")
@@ -237,7 +245,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
             raise ConfigurationError(
                 f"source names ranks (pp, tp) up to pp {pp_size - 1} and tp {tp_size - 1}, but no address for {missing}"
             )
-        return Source(engine_id, pp_size, tp_size, addresses)
+        return Source(engine_id, pp_size, tp_size, addresses, dict(incarnations))
 
     def __repr__(self) -> str:
         return f"<DecodeReceiver {self.engine_id!r}: {len(self._registry)} engines>"

@@ -53,6 +53,7 @@ class DecodeEngine(Engine):
         *,
         first_block: int = 0,
         deadline_s: float | None = None,
+        incarnation: str = "",
     ) -> Receive:
         """As ``DecodeReceiver.expect``."""
         if transfer_id in self._open:
@@ -71,7 +72,7 @@ class DecodeEngine(Engine):
                 transfer_id,
                 (decode.Place(DEFAULT_GROUP, first_block, np.array(block_ids, dtype=np.int64)),),
                 num_blocks=len(block_ids),
-                source=_source(source),
+                source=_source(source, incarnation),
                 deadline_s=limit_s,
                 now_s=self.now_s(),
             )
@@ -213,10 +214,11 @@ class DecodeEngine(Engine):
         receive = self._open.get(message.transfer_id)
         if receive is None or receive.epoch is not None:
             return  # over already, or the late notice of an earlier use of the id that asked for nothing
-        if wire.unpack_block_ids(message.block_ids).tolist() == list(receive.block_ids.values()):
+        asked = [block for want in message.wants for block in wire.unpack_block_ids(want.block_ids).tolist()]
+        if asked == list(receive.block_ids.values()):
             receive.epoch = message.epoch
             self._by_epoch[message.epoch] = receive
 
 
-def _source(engine: PrefillEngine) -> decode.Source:
-    return decode.Source(engine.engine_id, 1, 1, {(0, 0): engine.address})
+def _source(engine: PrefillEngine, incarnation: str = "") -> decode.Source:
+    return decode.Source(engine.engine_id, 1, 1, {(0, 0): engine.address}, {(0, 0): incarnation})
