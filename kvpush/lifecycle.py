@@ -279,7 +279,7 @@ PUSH: Lifecycle[PushState, PushTrigger] = Lifecycle(
             PushTrigger.caught_up,
             (PushState.writing,),
             PushState.waiting,
-            "all chunks so far are written; the last is still to come",
+            "what could be written so far is written; more is to come, or another rank is still to register",
         ),
         Row(
             PushTrigger.given_up,

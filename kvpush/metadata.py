@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Mapping
 
 from kvpush import wire
 from kvpush.errors import Failure, FailureCode
@@ -52,6 +53,17 @@ def verify(message: wire.Metadata, *, incarnation: str, agent_name: str) -> Cach
     geometry = decode_geometry(message.geometry)
     check_geometry(geometry)
     return geometry
+
+
+def check_block_sizes(geometry: CacheGeometry, claimed: Mapping[str, int]) -> None:
+    """Blocks are cut into slots by what the peer said in ``Hello`` and lie where its geometry says: both must agree, or
+    slots of one would be written for those of another. Raises ``Failure(bad_metadata)`` naming the group and both."""
+    for group in geometry.groups:
+        if claimed.get(group.name) != group.block_size_tokens:
+            raise _bad(
+                f"group {group.name!r} has blocks of {group.block_size_tokens} tokens, but Hello said "
+                f"{claimed.get(group.name, 'nothing of it')}"
+            )
 
 
 def _check_equal(what: str, expected: str, got: str) -> None:

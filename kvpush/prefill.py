@@ -626,7 +626,8 @@ class PrefillCore:
     def _is_worth_waiting(self, leg: Leg, num_bytes: int) -> bool:
         """Small pieces of a push that is still growing are put together while the WRITE before them is in flight: its
         end, at the latest, lets them go."""
-        return bool(leg.in_flight) and not leg.push.is_last_known and num_bytes < self._config.coalesce_bytes
+        enough_bytes = min(self._config.coalesce_bytes, self._config.max_write_bytes)
+        return bool(leg.in_flight) and not leg.push.is_last_known and num_bytes < enough_bytes
 
     def _recheck(self, push: Push, now_s: float) -> bool:
         """Just before a WRITE: still wanted, same registration, lease alive. (The pin checks the generation.)"""
@@ -751,6 +752,7 @@ class PrefillCore:
         hello = link.hello
         try:
             geometry = metadata.verify(message, incarnation=hello.incarnation, agent_name=hello.agent_name)
+            metadata.check_block_sizes(geometry, hello.block_sizes_tokens)
         except Failure as exc:
             self._fail_handshake(generation, message.attempt, exc, now_s)
             return

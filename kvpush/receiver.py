@@ -128,9 +128,9 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
 
         ``source`` is the address of a prefill engine that is one process, or ``{(pp_rank, tp_rank): address}`` with an
         entry for each of its ranks, however they are spread: this rank finds those that hold its heads and layers.
-        ``source_incarnation`` is :attr:`PrefillPusher.incarnation` of the process (or processes, by rank) that holds the
-        blocks, where the caller knows it: when another one answers, the receive fails at once and does not wait for its
-        deadline.
+        ``source_incarnation`` is :attr:`PrefillPusher.incarnation` of the process (or processes, by rank) that holds
+        the blocks, where the caller knows it: when another one answers, the receive fails at once and does not wait for
+        its deadline.
         ``first_block`` says how many leading blocks this side has already (a prefix hit). ``num_tokens``, the number of
         tokens whose KV there is, is needed where prefill's blocks are smaller and the last block is only partly filled;
         by default every block is wanted whole. A cache with several groups takes ``{group name: list}`` for the first

@@ -247,7 +247,7 @@ def _register_for_nothing(run: Simulation, prefill: PrefillEngine, decode: Decod
         run.count("confused_peer")
         run.world.struck("confused_peer", f"{decode.engine_id} wants nothing of {transfer_id} any more")
         run.num_confused += 1
-        message = wire.Register(transfer_id, 2**40 + run.num_confused, 0, b"", 3000)
+        message = wire.Register(transfer_id, 2**40 + run.num_confused, (), 3000)
         prefill.link_event(LinkMessage(links[-1], wire.encode(message)))
 
 
