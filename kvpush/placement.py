@@ -116,8 +116,8 @@ def _group_of(group: GroupGeometry, block_size_tokens: int | None) -> _Group:
     ratio = block_size_tokens // kernel_size_tokens
     if ratio > group.num_blocks:
         raise ConfigurationError(
-            f"block_size_tokens={block_size_tokens}: the tensors of group {group.name!r} have {group.num_blocks} blocks "
-            f"of {kernel_size_tokens} tokens, which is less than one block"
+            f"block_size_tokens={block_size_tokens}: the tensors of group {group.name!r} have "
+            f"{group.num_blocks} blocks of {kernel_size_tokens} tokens, which is less than one block"
         )
     return _Group(group.name, group.num_blocks // ratio, ratio)
 
