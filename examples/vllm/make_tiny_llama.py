@@ -8,6 +8,7 @@ itself, and the layers behind amplify small differences. A cache with one wrong 
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def make(directory: Path) -> None:
 
 def _std(name: str, fan_in: int) -> float:
     """Standard deviation of one matrix; 1/sqrt(fan_in) keeps the scale of what goes through it."""
-    neutral = fan_in**-0.5
+    neutral = 1 / math.sqrt(fan_in)
     if "q_proj" in name or "k_proj" in name:
         return neutral * 2.5
     if "v_proj" in name or "o_proj" in name:

@@ -379,11 +379,7 @@ class _Worker:
         """The blocks that this step completes."""
         if self._prefill is None or not work.chunks:
             return
-        ready: Fence | None = None
-        if self._is_on_gpu:
-            event = torch.cuda.Event()
-            event.record()  # type: ignore[no-untyped-call]
-            ready = event
+        ready: Fence | None = _recorded_event() if self._is_on_gpu else None
         for chunk in work.chunks:
             self._prefill.push(self._blocks.of_chunk(chunk), ready)
 
@@ -413,6 +409,14 @@ class _Worker:
 
     def _sides(self) -> Iterable[kvpush.PrefillPusher | kvpush.DecodeReceiver]:
         return [side for side in (self._pusher, self._receiver) if side is not None]
+
+
+def _recorded_event() -> Any:
+    """Passed when the device has done everything that was launched so far."""
+    event: Any = torch.cuda.Event  # its methods have no types
+    recorded = event()
+    recorded.record()
+    return recorded
 
 
 def _only_group(kv_cache_config: KVCacheConfig) -> int:

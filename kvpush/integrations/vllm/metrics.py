@@ -18,7 +18,7 @@ class KvPushStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Start again."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KvPushStats:
         """The sum of both."""
