@@ -54,6 +54,8 @@ class Runner:
         self.scheduler = self.core.scheduler
         self.commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.out = os.fdopen(os.dup(1), "w", buffering=1)
+        self.num_preemptions = 0
+        self.count_preemptions()
 
     def read(self) -> None:
         """Commands, one a line, until the pipe closes."""
@@ -120,12 +122,55 @@ class Runner:
                 self.engine.abort_request([command["id"]])
                 self.say(event="aborted", id=command["id"])
             case "free":
-                self.say(event="free", blocks=self.num_free_blocks(), requests=len(self.scheduler.requests))
+                self.say(
+                    event="free",
+                    blocks=self.num_free_blocks(),
+                    requests=len(self.scheduler.requests),
+                    preemptions=self.num_preemptions,
+                )
+            case "corrupt":
+                self.corrupt(command["position"])
+                self.say(event="corrupting")
             case "forget":
                 self.engine.reset_prefix_cache()
                 self.say(event="forgotten")
             case "stats":
                 self.say(event="stats", **self.stats())
+
+    def count_preemptions(self) -> None:
+        """A small window into the scheduler: how often it took blocks away from a running request."""
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> None:
+            self.num_preemptions += 1
+            preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+
+    def corrupt(self, position: int) -> None:
+        """Zero one block of the next receive, after it has come and before vLLM knows."""
+        import torch
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        expect, results = worker._decode.expect, worker.results
+        expected: dict[str, Any] = {}
+
+        def remember(wanted: Any) -> None:
+            expected[wanted.request_id] = wanted
+            expect(wanted)
+
+        def spoil() -> Any:
+            ends = results()
+            for request_id in ends.finished_recving & expected.keys():
+                block_id = expected[request_id].block_ids[position]
+                for cache in worker._receiver._kv_caches.values():
+                    assert torch.any(cache[block_id] != 0), "there was something to spoil"
+                    cache[block_id] = 0
+                worker._decode.expect, worker.results = expect, results
+            return ends
+
+        worker._decode.expect, worker.results = remember, spoil
 
     def num_free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())

@@ -141,10 +141,11 @@ class DecodeWorker:
     def _over(self, receive: _Receive) -> None:
         """Its transfer id is free: the next receive that goes by it may begin."""
         users = self._users[receive.transfer_id]
+        was_using_it = users[0] is receive
         users.remove(receive)
         if not users:
             del self._users[receive.transfer_id]
-        else:
+        elif was_using_it:
             self._begin(users[0])
 
     @property

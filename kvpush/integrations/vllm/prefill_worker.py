@@ -107,14 +107,17 @@ class PrefillWorker:
         """This id of a send is over; the next send that goes by it may begin."""
         send.open_ids.discard(transfer_id)
         users = self._users[transfer_id]
+        was_using_it = users[0] is send
         users.remove(send)
         if not send.open_ids:
             del self._sends[send.number]
             self._ended.append(send.number)
         if not users:
             del self._users[transfer_id]
-            return
-        successor = users[0]
+        elif was_using_it:
+            self._begin(users[0], transfer_id)
+
+    def _begin(self, successor: _Send, transfer_id: str) -> None:
         for chunk, ready in list(successor.parked):
             if transfer_id in successor.open_ids:
                 self._push_as(successor, transfer_id, chunk, ready)
