@@ -118,7 +118,22 @@ def test_blocks_are_pinned_until_every_worker_has_reported(pool):
     scheduler.reported(Report(ended_sends=Counter({chunk.send: 1})))  # late, twice: no matter
 
 
-def test_a_preempted_prompt_is_withdrawn_and_begins_anew(prefill, pool):
+def test_a_preempted_prompt_goes_on_where_it_stopped(prefill, pool):
+    request = Request(kv_transfer_params=DECODE)
+    prefill.arrived(request)
+    (first,) = step(prefill, request, 8, [7, 8]).chunks
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    prefill.planned({}, lambda _: None)
+    request.num_computed_tokens = 4  # of its prefix cache, block 8 has been given to somebody else's prompt, as a copy
+    work = step(prefill, request, 2, [7, 20])
+    assert not work.withdrawals and chunks(work) == []
+    work = step(prefill, request, 4, [7, 20, 21])
+    assert chunks(work) == [(2, [21], True)] and work.chunks[0].send == first.send
+    assert pool.used == {7, 8, 21}
+
+
+def test_without_a_prefix_cache_a_preempted_prompt_is_withdrawn_and_begins_anew(prefill, pool):
+    prefill.has_prefix_cache = False
     request = Request(kv_transfer_params=DECODE)
     prefill.arrived(request)
     (first,) = step(prefill, request, 8, [7, 8]).chunks

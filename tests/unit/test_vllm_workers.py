@@ -114,6 +114,16 @@ def test_a_name_that_nobody_asked_for_leaves_the_other_alone(prefill, scribe):
     assert prefill.poll() == [] and scribe.take() == []
 
 
+def test_the_end_of_its_own_name_is_the_end_of_a_send(prefill, scribe):
+    prefill.push(chunk(1, ids=("r-0", "r")), None)
+    prefill.push(chunk(2, ids=("r-1", "r")), None)
+    scribe.take()
+    scribe.events = [push_ended("r-1", Outcome.expired, engine_id=None)]
+    assert prefill.poll() == [2], "it does not wait for its turn with the name that both share"
+    scribe.events = [push_ended("r-0", Outcome.expired, engine_id=None)]
+    assert prefill.poll() == [] and scribe.take() == [("cancel", "r")]
+
+
 def test_a_withdrawn_send_is_cancelled_once(prefill, scribe):
     prefill.push(chunk(last=False), None)
     scribe.take()

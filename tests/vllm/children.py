@@ -105,7 +105,9 @@ class EngineProcess:
         return self
 
     def ask(self, request_id: str, prompt: list[int], num_tokens: int, kv: dict[str, Any] | None = None) -> None:
-        """Ask for tokens; see :meth:`result`."""
+        """Ask for tokens; see :meth:`result`. A name may be used again."""
+        with self._changed:
+            self._outputs.pop(request_id, None)
         self._send(op="generate", id=request_id, prompt=prompt, max_tokens=num_tokens, kv=kv)
 
     def result(self, request_id: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:
@@ -127,6 +129,16 @@ class EngineProcess:
     def abort(self, request_id: str) -> None:
         """As a client that hangs up."""
         self._send(op="abort", id=request_id)
+
+    def preempt(self, request_id: str, at_tokens: int) -> None:
+        """Have a request lose its blocks once it has computed so many tokens. Asked for before the request."""
+        with self._changed:
+            self._answers.pop("preempted", None)
+        self.call("preempt", "preempting", id=request_id, at_tokens=at_tokens)
+
+    def was_preempted(self) -> None:
+        """Wait until it has happened."""
+        self._wait("preempt", lambda: self._answers.get("preempted"), ANSWER_S)
 
     def free_blocks(self) -> int:
         """How many blocks nobody uses."""

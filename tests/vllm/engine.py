@@ -30,6 +30,7 @@ def set_environment() -> None:
         OMP_NUM_THREADS="1",
         VLLM_HOST_IP="127.0.0.1",
         VLLM_LOGGING_LEVEL=os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+        VLLM_LOGGING_STREAM="ext://sys.stderr",  # standard output is for answers
     )
 
 
@@ -54,8 +55,7 @@ class Runner:
         self.scheduler = self.core.scheduler
         self.commands: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.out = os.fdopen(os.dup(1), "w", buffering=1)
-        self.num_preemptions = 0
-        self.count_preemptions()
+        self.victim: tuple[str, int] | None = None
 
     def read(self) -> None:
         """Commands, one a line, until the pipe closes."""
@@ -90,6 +90,7 @@ class Runner:
 
     def step(self) -> None:
         started_s = time.monotonic()
+        self.preempt()
         for output in self.engine.step():
             self.say(
                 event="output",
@@ -126,8 +127,10 @@ class Runner:
                     event="free",
                     blocks=self.num_free_blocks(),
                     requests=len(self.scheduler.requests),
-                    preemptions=self.num_preemptions,
                 )
+            case "preempt":
+                self.victim = command["id"], command["at_tokens"]
+                self.say(event="preempting")
             case "corrupt":
                 self.corrupt(command["position"])
                 self.say(event="corrupting")
@@ -137,15 +140,18 @@ class Runner:
             case "stats":
                 self.say(event="stats", **self.stats())
 
-    def count_preemptions(self) -> None:
-        """A small window into the scheduler: how often it took blocks away from a running request."""
-        preempt = self.scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> None:
-            self.num_preemptions += 1
-            preempt(*args, **kwargs)
-
-        self.scheduler._preempt_request = counted
+    def preempt(self) -> None:
+        """Take a request's blocks away, as the scheduler does when others need them."""
+        if self.victim is None:
+            return
+        name, num_tokens = self.victim
+        for request in self.scheduler.running:
+            if request.request_id.startswith(name) and request.num_computed_tokens >= num_tokens:
+                self.scheduler.running.remove(request)
+                self.scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+                self.victim = None
+                self.say(event="preempted", at_tokens=num_tokens)
+                return
 
     def corrupt(self, position: int) -> None:
         """Zero one block of the next receive, after it has come and before vLLM knows."""

@@ -18,11 +18,12 @@ MakePrompt = Callable[[int], list[int]]
 
 
 @pytest.fixture
-def source(prefill: EngineProcess) -> dict[str, Any]:
+def source(prefill: EngineProcess, decode: EngineProcess) -> dict[str, Any]:
     """What a router that dispatches to both at once knows of prefill."""
-    port = prefill.generate("who", [5], 1, {"do_remote_decode": True, "transfer_id": "who"})["kv"]["remote_port"]
-    prefill.abort("who")
-    return {"do_remote_prefill": True, "remote_engine_id": "p0", "remote_host": "127.0.0.1", "remote_port": port}
+    kv = prefill.generate("who", [5], 1, {"do_remote_decode": True})["kv"]
+    decode.generate("who", [5], 1, kv)
+    del kv["remote_request_id"]
+    return dict(kv)
 
 
 def all_come_back(prefill: EngineProcess, decode: EngineProcess, timeout_s: float = 45.0) -> None:

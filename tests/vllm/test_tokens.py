@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from children import EngineProcess
@@ -43,8 +44,9 @@ def concurrent(
     prefill: EngineProcess, decode: EngineProcess, prompts: list[list[int]], *, named: bool = True
 ) -> list[list[int]]:
     """Both at once, decode first. Without names from the router, both sides go by what their request ids share."""
-    port = prefill.generate(next(_names), [5], 1, {"do_remote_decode": True})["kv"]["remote_port"]
-    source = {"do_remote_prefill": True, "remote_engine_id": "p0", "remote_host": "127.0.0.1", "remote_port": port}
+    source = prefill.generate(next(_names), [5], 1, {"do_remote_decode": True})["kv"]
+    decode.generate(next(_names), [5], 1, source)  # so that prefill need not keep it
+    source = source | {"remote_request_id": None}
     names = [next(_names) for _ in prompts]
     for name, prompt in zip(names, prompts, strict=True):
         router = {"transfer_id": f"router-{name}"} if named else {}
@@ -128,9 +130,28 @@ def test_one_wrong_block_would_show(
 
 
 def test_more_than_both_caches_hold(prefill: EngineProcess, decode: EngineProcess, make_prompt: MakePrompt) -> None:
-    """Prefill has to preempt, and decode lets requests queue: nobody waits for ever, and every token is right."""
+    """Requests queue on both sides: nobody waits for ever, and every token is right."""
     prompts = [make_prompt(1500) for _ in range(8)]  # 47 blocks each
     expected = [of_one_engine(prefill, [prompt])[0] for prompt in prompts]
-    before = prefill.call("free", "free")["preemptions"]
     assert sequential(prefill, decode, prompts) == expected
-    assert prefill.call("free", "free")["preemptions"] > before, "this was to show preemption"
+
+
+@pytest.mark.parametrize("dispatch", [sequential, concurrent])
+def test_prefill_preempts_a_prompt_that_is_half_pushed(
+    prefill: EngineProcess, decode: EngineProcess, make_prompt: MakePrompt, dispatch: Any
+) -> None:
+    prompt = make_prompt(1500)
+    (expected,) = of_one_engine(prefill, [prompt])
+    prefill.preempt("t", at_tokens=700)
+    assert dispatch(prefill, decode, [prompt]) == [expected]
+    prefill.was_preempted()
+
+
+def test_decode_preempts_what_it_has_received(
+    prefill: EngineProcess, decode: EngineProcess, make_prompt: MakePrompt
+) -> None:
+    prompt = make_prompt(500)
+    (expected,) = of_one_engine(prefill, [prompt])
+    decode.preempt("t", at_tokens=505)
+    assert sequential(prefill, decode, [prompt]) == [expected]
+    decode.was_preempted()

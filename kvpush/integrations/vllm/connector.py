@@ -277,6 +277,7 @@ class _Scheduler:
             block_size_tokens,
             vllm_config.parallel_config.world_size,
             settings.push_chunks,
+            bool(vllm_config.cache_config.enable_prefix_caching),
         )
         self.decode = DecodeScheduler(block_size_tokens, settings.config.lease_s)
 

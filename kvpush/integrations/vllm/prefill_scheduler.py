@@ -2,7 +2,9 @@
 
 A prompt is pushed as its chunks are computed: after the step that completes a block, the block is final. The blocks
 are pinned from that step until every worker has said that the push is over (:mod:`kvpush.integrations.vllm.pins`).
-A request that is preempted loses its blocks, so its push is withdrawn, and begins anew when the request runs again.
+A request that is preempted loses its blocks, but the pins keep those that were pushed as they are. When it runs again,
+vLLM finds them in its prefix cache, and the push goes on where it stopped. Without a prefix cache the prompt needs room
+for all of it once more, so the push is withdrawn and begins anew.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class PrefillScheduler:
     block_size_tokens: int
     num_workers: int
     push_chunks: bool = True
+    has_prefix_cache: bool = True
     pins: Pins[int] = field(default_factory=Pins)
     addresses: Mapping[Rank, Address] = field(default_factory=dict)  # where this engine's ranks listen
     _prompts: dict[str, _Prompt] = field(default_factory=dict)  # by request id
@@ -94,7 +97,7 @@ class PrefillScheduler:
 
     def _preempted(self, prompt: _Prompt) -> None:
         prompt.num_preemptions = prompt.request.num_preemptions
-        if not prompt.is_complete:  # a complete push goes on from its pinned blocks
+        if not (prompt.is_complete or self.has_prefix_cache):
             self._withdraw(prompt)
 
     def _computed(self, prompt: _Prompt, num_tokens: int, block_ids_of: Callable[[str], Sequence[int] | None]) -> None:

@@ -1,7 +1,8 @@
 """Prefill, in a worker: hands chunks to the :class:`kvpush.PrefillPusher` and tells when a send is over.
 
-A send goes by one transfer id, or by two when the router gave none and either may be asked for. The first that
-decode asks for decides: the others are cancelled. A send is over when the blocks of all its ids are reusable.
+A send goes by one transfer id, or by two when the router gave none and either may be asked for. The one that decode
+asks for decides, and the end of the first is the end of both. A send is over when the blocks of all its ids are
+reusable.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ logger = logging.getLogger("vllm.kvpush")
 @dataclass(slots=True, eq=False)
 class _Send:
     number: int
+    main_id: str
     open_ids: set[str]  # transfer ids that are not over
     is_given_up: bool = False
     parked: deque[tuple[PushChunk, Fence | None]] = field(default_factory=deque)
@@ -56,7 +58,7 @@ class PrefillWorker:
         if send is None:
             if chunk.first_block:
                 return  # the send ended before its prompt did
-            send = self._sends[chunk.send] = _Send(chunk.send, set(chunk.transfer_ids))
+            send = self._sends[chunk.send] = _Send(chunk.send, chunk.transfer_ids[0], set(chunk.transfer_ids))
             for transfer_id in chunk.transfer_ids:
                 self._users.setdefault(transfer_id, deque()).append(send)
         send.parked.append((chunk, ready))
@@ -91,7 +93,7 @@ class PrefillWorker:
         return ended
 
     def _finished(self, send: _Send, event: kvpush.PushFinished) -> None:
-        if event.engine_id is not None:  # decode has asked by this name, so it will not by another
+        if event.engine_id is not None or event.transfer_id == send.main_id:
             self._cancel(send, send.open_ids - {event.transfer_id})
         if event.outcome not in (kvpush.Outcome.done, kvpush.Outcome.cancelled):
             logger.warning("push %s: %s: %s", event.transfer_id, event.outcome, event.reason)
