@@ -38,10 +38,27 @@ def kv_config(role: str, engine_id: str, port: int = 0, **changes: Any) -> dict[
     } | {k: v for k, v in changes.items() if k.startswith("kv_")}
 
 
+def built_in_config(role: str, engine_id: str, connector: str) -> dict[str, Any]:
+    """The same with one of vLLM's own connectors; where it listens is said in the environment."""
+    return {
+        "kv_connector": connector,
+        "kv_role": f"kv_{role}",
+        "engine_id": engine_id,
+        "kv_load_failure_policy": "fail",
+    }
+
+
 class EngineProcess:
     """One engine. Requests are asked for with :meth:`ask` and waited for with :meth:`result`."""
 
-    def __init__(self, model: Path, log: Path, kv: dict[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        kv: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         engine_options = {"model": str(model)} | options | ({"kv_transfer_config": kv} if kv else {})
         paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         self.log = log
@@ -53,7 +70,7 @@ class EngineProcess:
                 stderr=errors,
                 text=True,
                 bufsize=1,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (environ or {}),
             )
         self._changed = threading.Condition()
         self._outputs: dict[str, dict[str, Any]] = {}
