@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -188,10 +189,11 @@ class EngineProcess:
 
     def close(self) -> None:
         """In order, if it still can."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
-            assert self.process.stdin is not None
-            self.process.stdin.close()
             try:
                 self.process.wait(20)
             except subprocess.TimeoutExpired:

@@ -37,6 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=why))
 
 
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> None:
+    """Not checked here: an engine that a test starts lives on for the next one, with the thread that reads from it."""
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama whose tokens depend on every token of the prompt."""
