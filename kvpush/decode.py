@@ -109,6 +109,7 @@ class _Receive:
     arrived: npt.NDArray[np.bool_]  # by position, relative to first_block
     num_missing: int
     state: ReceiveState = RECEIVE.initial
+    wanted_incarnation: str = ""  # of prefill, when the caller knows which one holds the blocks
     registered_with: str | None = None  # prefill's incarnation, once Register was sent to it
     writer_agent: str = ""  # prefill's NIXL agent, the only one whose notifications count
     home: int | None = None  # the generation whose record lists it
@@ -194,10 +195,12 @@ class DecodeCore:
         first_block: int,
         deadline_s: float,
         now_s: float,
+        incarnation: str = "",
     ) -> list[Effect]:
         """Position ``first_block + i`` of the transfer goes into local block ``block_ids[i]``.
 
-        ``deadline_s`` counts from now. The blocks belong to kvpush until it says that they are reusable.
+        ``deadline_s`` counts from now. ``incarnation``: the only one of prefill's that can serve it; empty: whichever
+        answers. The blocks belong to kvpush until it says that they are reusable.
         """
         self.counters["receives"] += 1
         self._last_epoch += 1
@@ -211,6 +214,7 @@ class DecodeCore:
             deadline_s=now_s + deadline_s,
             arrived=np.zeros(len(block_ids), dtype=np.bool_),
             num_missing=len(block_ids),
+            wanted_incarnation=incarnation,
         )
         self._receives[receive.epoch] = receive
         self._open[transfer_id] = receive
@@ -463,6 +467,10 @@ class DecodeCore:
 
     def _register(self, prefill: _Prefill, receive: _Receive, now_s: float) -> None:
         """Send Register, and pin the engine until the receive is over."""
+        if receive.wanted_incarnation not in ("", prefill.incarnation):
+            reason = f"prefill engine {prefill.engine_id!r} restarted after it had computed the blocks"
+            self._settle_gone(receive, FailureCode.peer_restarted, reason, now_s)
+            return
         assert prefill.link is not None, "the engine is up"
         if self._registry.pin(prefill.generation) is None:
             return

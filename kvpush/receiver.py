@@ -60,10 +60,13 @@ class _Account:
     first_block: int
     engine_id: str
     address: Address
+    incarnation: str
 
     def is_same(self, other: _Account) -> bool:
-        same_source = self.engine_id == other.engine_id and self.address == other.address
-        return same_source and self.first_block == other.first_block and np.array_equal(self.block_ids, other.block_ids)
+        ours, theirs = ((a.engine_id, a.address, a.incarnation) for a in (self, other))
+        return (
+            ours == theirs and self.first_block == other.first_block and np.array_equal(self.block_ids, other.block_ids)
+        )
 
 
 class DecodeReceiver(Side[ReceiveFinished, _Account]):
@@ -112,6 +115,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         *,
         source: Source,
         source_engine_id: str,
+        source_incarnation: str | Mapping[tuple[int, int], str] = "",
         first_block: int = 0,
         deadline_s: float | None = None,
     ) -> None:
@@ -119,7 +123,9 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         ``block_ids[i]``.
 
         ``source`` is the address of prefill's rank 0, or ``{(pp_rank, tp_rank): address}``; this rank is served by its
-        counterpart. ``first_block`` says how many leading blocks this side has already (a prefix hit). An empty list is
+        counterpart. ``source_incarnation`` is :attr:`PrefillPusher.incarnation` of the process that holds the blocks,
+        where the caller knows it: when another one answers, the receive fails at once and does not wait for its
+        deadline. ``first_block`` says how many leading blocks this side has already (a prefix hit). An empty list is
         done at once. ``deadline_s`` (default ``receive_deadline_s``) counts from now. An identical repetition is folded
         into the first.
 
@@ -133,7 +139,8 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         ids = check_block_ids(block_ids, len(self._is_in_use), what="expect: block_ids", unique=True)
         position = check_position(first_block, len(ids), "expect")
         address = self._address_in(source)
-        account = _Account(ids, position, check_engine_id(source_engine_id), address)
+        incarnation = self._incarnation_in(source_incarnation)
+        account = _Account(ids, position, check_engine_id(source_engine_id), address, incarnation)
         limit_s = self._config.receive_deadline_s if deadline_s is None else _checked_deadline(deadline_s)
         with self._ledger.lock:
             self._loop.check_room("expect")
@@ -220,6 +227,13 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
             )
         return parse_address(source, "source").address
 
+    def _incarnation_in(self, source_incarnation: str | Mapping[tuple[int, int], str]) -> str:
+        if isinstance(source_incarnation, Mapping):
+            source_incarnation = source_incarnation.get(self._spec.rank, "")
+        if not isinstance(source_incarnation, str):
+            raise UsageError(f"expect: source_incarnation={source_incarnation!r} must be a string")
+        return source_incarnation
+
     def __repr__(self) -> str:
         return f"<DecodeReceiver {self.engine_id!r}: {len(self._registry)} engines>"
 
@@ -288,6 +302,7 @@ class _ReceiveLoop(Loop):
                 first_block=account.first_block,
                 deadline_s=deadline_s,
                 now_s=self._clock(),
+                incarnation=account.incarnation,
             )
         )
 

@@ -496,6 +496,7 @@ class DecodeEngine(Engine):
         *,
         first_block: int = 0,
         deadline_s: float | None = None,
+        incarnation: str = "",
     ) -> Receive:
         """As ``DecodeReceiver.expect``."""
         if transfer_id in self._open:
@@ -515,6 +516,7 @@ class DecodeEngine(Engine):
                 first_block=first_block,
                 deadline_s=self.config.receive_deadline_s if deadline_s is None else deadline_s,
                 now_s=self.now_s(),
+                incarnation=incarnation,
             )
         )
         return receive

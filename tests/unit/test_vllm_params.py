@@ -6,6 +6,7 @@ from kvpush.integrations.vllm.params import (
     BadParams,
     DecodeLeg,
     PrefillLeg,
+    Source,
     answer,
     base_request_id,
     decode_leg,
@@ -67,17 +68,20 @@ def test_decode_finds_every_rank_by_the_rule_of_ports():
 
 
 def test_decode_believes_the_addresses_of_the_answer():
-    listed = [[0, 0, "h0", 1], [0, 1, "h1", 2]]
-    assert decode_leg(SOURCE | {"remote_addresses": listed}, "r").addresses == {(0, 0): ("h0", 1), (0, 1): ("h1", 2)}
+    listed = [[0, 0, "h0", 1, "life 1"], [0, 1, "h1", 2, ""]]
+    leg = decode_leg(SOURCE | {"remote_sources": listed}, "r")
+    assert leg.addresses == {(0, 0): ("h0", 1), (0, 1): ("h1", 2)}
+    assert leg.incarnations == {(0, 0): "life 1", (0, 1): ""}
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("addresses", [{(0, 0): ("h", 5)}, {(0, 0): ("h", 5), (0, 1): ("i", 9), (1, 0): ("j", 2)}])
-def test_what_prefill_answers_is_what_decode_needs(addresses, named):
+@pytest.mark.parametrize("ranks", [[(0, 0)], [(0, 0), (0, 1), (1, 0)]])
+def test_what_prefill_answers_is_what_decode_needs(ranks, named):
+    sources = {rank: Source(("h", 5 + i), f"life {i}") for i, rank in enumerate(ranks)}
     params = {"do_remote_decode": True} | ({"transfer_id": "t"} if named else {})
     leg = prefill_leg(params, "p-00000000")
-    said = answer(engine_id="p0", request_id="p-00000000", leg=leg, addresses=addresses, num_tokens=7)
-    assert decode_leg(said, "d-11111111") == DecodeLeg("t" if named else "p-00000000", "p0", addresses)
+    said = answer(engine_id="p0", request_id="p-00000000", leg=leg, sources=sources, num_tokens=7)
+    assert decode_leg(said, "d-11111111") == DecodeLeg("t" if named else "p-00000000", "p0", sources)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +104,11 @@ def test_what_prefill_answers_is_what_decode_needs(addresses, named):
         {"transfer_id": 5},
         {"transfer_id": "x" * 513},
         {"remote_request_id": ""},
-        {"remote_addresses": 5},
-        {"remote_addresses": [[0, 0, "h"]]},
-        {"remote_addresses": [[0, -1, "h", 5]]},
-        {"remote_addresses": [[0, 0, "h", 0]]},
+        {"remote_sources": 5},
+        {"remote_sources": [[0, 0, "h", 5]]},
+        {"remote_sources": [[0, -1, "h", 5, ""]]},
+        {"remote_sources": [[0, 0, "h", 0, ""]]},
+        {"remote_sources": [[0, 0, "h", 5, 7]]},
     ],
 )
 def test_parameters_that_lead_nowhere_are_refused(change):

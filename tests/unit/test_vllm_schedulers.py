@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvpush.integrations.vllm.decode_scheduler import DecodeScheduler
-from kvpush.integrations.vllm.params import DecodeLeg
+from kvpush.integrations.vllm.params import DecodeLeg, Source
 from kvpush.integrations.vllm.pins import Pins
 from kvpush.integrations.vllm.prefill_scheduler import PrefillScheduler
 from kvpush.integrations.vllm.work import Report
@@ -15,7 +15,7 @@ from kvpush.integrations.vllm.work import Report
 BLOCK = 4
 DECODE = {"do_remote_decode": True, "transfer_id": "t"}
 SOURCE = {"do_remote_prefill": True, "remote_engine_id": "p0", "remote_host": "h", "remote_port": 5, "transfer_id": "t"}
-LEG = DecodeLeg("t", "p0", {(0, 0): ("h", 5)})
+LEG = DecodeLeg("t", "p0", {(0, 0): Source(("h", 5))})
 
 
 @dataclass
@@ -54,7 +54,7 @@ def pool():
 
 @pytest.fixture
 def prefill(pool):
-    scheduler = PrefillScheduler("p0", BLOCK, num_workers=1, addresses={(0, 0): ("h", 5)})
+    scheduler = PrefillScheduler("p0", BLOCK, num_workers=1, sources={(0, 0): Source(("h", 5))})
     scheduler.pins.bind(pool)
     return scheduler
 
@@ -103,7 +103,7 @@ def test_a_request_that_no_one_else_decodes_is_left_alone(prefill, pool):
 
 
 def test_blocks_are_pinned_until_every_worker_has_reported(pool):
-    scheduler = PrefillScheduler("p0", BLOCK, num_workers=2, addresses={(0, 0): ("h", 5)})
+    scheduler = PrefillScheduler("p0", BLOCK, num_workers=2, sources={(0, 0): Source(("h", 5))})
     scheduler.pins.bind(pool)
     request = Request(kv_transfer_params=DECODE)
     scheduler.arrived(request)

@@ -6,7 +6,7 @@ import pytest
 
 from kvpush import BlocksReleased, FailureCode, Outcome, PushFinished, QueueFull, ReceiveFinished, UsageError
 from kvpush.integrations.vllm.decode_worker import DecodeWorker
-from kvpush.integrations.vllm.params import DecodeLeg
+from kvpush.integrations.vllm.params import DecodeLeg, Source
 from kvpush.integrations.vllm.prefill_worker import PrefillWorker
 from kvpush.integrations.vllm.tally import Tally, added, summary
 from kvpush.integrations.vllm.work import Expect, PushChunk, Renewal, Report
@@ -27,7 +27,8 @@ class Scribe:
     def push(self, transfer_id, block_ids, *, first_block, last, ready):
         self._take(("push", transfer_id, first_block, tuple(block_ids), last))
 
-    def expect(self, transfer_id, block_ids, *, source, source_engine_id, first_block):
+    def expect(self, transfer_id, block_ids, *, source, source_engine_id, source_incarnation, first_block):
+        assert (source, source_incarnation) == ({(0, 0): ("h", 5)}, {(0, 0): "life 1"})
         self._take(("expect", transfer_id, first_block, tuple(block_ids)))
 
     def renew(self, transfer_ids, *, source, source_engine_id):
@@ -189,7 +190,7 @@ def decode(scribe, tally):
 
 
 def expect(request_id="r", transfer_id="t", blocks=(7, 8)):
-    return Expect(request_id, DecodeLeg(transfer_id, "p0", {(0, 0): ("h", 5)}), 1, blocks)
+    return Expect(request_id, DecodeLeg(transfer_id, "p0", {(0, 0): Source(("h", 5), "life 1")}), 1, blocks)
 
 
 def ends(decode):

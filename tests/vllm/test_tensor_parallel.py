@@ -45,7 +45,10 @@ def test_tokens_are_those_of_one_engine(
     prefill.forget()
     for i, prompt in enumerate(prompts):
         kv = prefill.generate(f"sequential-{i}", prompt, 1, {"do_remote_decode": True})["kv"]
-        assert kv["remote_addresses"] == [[0, 0, "127.0.0.1", port], [0, 1, "127.0.0.1", port + 1]]
+        assert [source[:4] for source in kv["remote_sources"]] == [
+            [0, 0, "127.0.0.1", port],
+            [0, 1, "127.0.0.1", port + 1],
+        ]
         assert decode.generate(f"sequential-{i}", prompt, 12, kv)["tokens"] == expected[i]
     prefill.forget()
     decode.forget()

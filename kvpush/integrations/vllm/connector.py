@@ -36,7 +36,7 @@ from kvpush.integrations.vllm.caches import Blocks, named_tensors, spec_of
 from kvpush.integrations.vllm.decode_scheduler import DecodeScheduler
 from kvpush.integrations.vllm.decode_worker import DecodeWorker
 from kvpush.integrations.vllm.metrics import KvPushMetrics, KvPushStats
-from kvpush.integrations.vllm.params import BadParams
+from kvpush.integrations.vllm.params import BadParams, Source
 from kvpush.integrations.vllm.prefill_scheduler import PrefillScheduler
 from kvpush.integrations.vllm.prefill_worker import PrefillWorker
 from kvpush.integrations.vllm.settings import Settings
@@ -65,8 +65,8 @@ class KvPushMetadata(KVConnectorMetadata):
 class KvPushHandshake(KVConnectorHandshakeMetadata):
     """Where a worker listens, on its way to the scheduler's process."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.address = address
+    def __init__(self, source: Source) -> None:
+        self.source = source
 
 
 class KvPushWorkerMetadata(KVConnectorWorkerMetadata):
@@ -122,9 +122,8 @@ class KvPushConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """The workers have told where they listen."""
-        addresses = {rank: shake.address for rank, shake in metadata.items() if isinstance(shake, KvPushHandshake)}
-        self._scheduling.prefill.addresses = addresses
-        logger.info("kvpush listens: %s", addresses)
+        sources = {rank: shake.source for rank, shake in metadata.items() if isinstance(shake, KvPushHandshake)}
+        self._scheduling.prefill.sources = sources
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Every group that is transferred."""
@@ -189,8 +188,8 @@ class KvPushConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KvPushHandshake | None:
         """Where this worker listens, if it does."""
-        address = self._working.address
-        return None if address is None else KvPushHandshake(address)
+        source = self._working.source
+        return None if source is None else KvPushHandshake(source)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Give up what is not wanted any more, ask for what is."""
@@ -312,7 +311,7 @@ class _Worker:
         is_consumer: bool,
     ) -> None:
         self.tally = Tally()
-        self.address: tuple[str, int] | None = None
+        self.source: Source | None = None
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._group = _only_group(kv_cache_config)
@@ -354,8 +353,8 @@ class _Worker:
                 engine_id, tensors, spec, listen=listen, advertise=advertise, config=config
             )
             self._prefill = PrefillWorker(self._pusher, self.tally)
-            self.address = self._pusher.address
-            logger.info("kvpush: prefill engine %s listens on %s port %d", engine_id, *self.address)
+            self.source = Source(self._pusher.address, self._pusher.incarnation)
+            logger.info("kvpush: prefill engine %s listens on %s port %d", engine_id, *self._pusher.address)
         if self._is_consumer:
             self._receiver = kvpush.DecodeReceiver(engine_id, tensors, spec, config=config)
             self._decode = DecodeWorker(self._receiver, self.tally)

@@ -67,6 +67,7 @@ class DecodeWorker:
                 list(expect.block_ids),
                 source=expect.leg.addresses,
                 source_engine_id=expect.leg.engine_id,
+                source_incarnation=expect.leg.incarnations,
                 first_block=expect.first_block,
             )
         except kvpush.KvpushError as exc:

@@ -40,12 +40,30 @@ class PrefillLeg:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """One rank of a prefill engine. ``incarnation`` is empty where nobody has said which process it was."""
+
+    address: Address
+    incarnation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeLeg:
     """This engine generates; the prompt's KV comes from that engine."""
 
     transfer_id: str
     engine_id: str
-    addresses: dict[Rank, Address]
+    sources: dict[Rank, Source]
+
+    @property
+    def addresses(self) -> dict[Rank, Address]:
+        """Where its ranks listen."""
+        return {rank: source.address for rank, source in self.sources.items()}
+
+    @property
+    def incarnations(self) -> dict[Rank, str]:
+        """Which processes hold the prompt's blocks."""
+        return {rank: source.incarnation for rank, source in self.sources.items()}
 
 
 def base_request_id(request_id: str) -> str:
@@ -75,15 +93,15 @@ def decode_leg(params: Mapping[str, Any] | None, request_id: str) -> DecodeLeg |
         transfer_id = _id(params["remote_request_id"], "remote_request_id")
     else:
         transfer_id = base_request_id(_id(request_id, "request id"))
-    return DecodeLeg(transfer_id, _id(params.get("remote_engine_id"), "remote_engine_id"), _addresses(params))
+    return DecodeLeg(transfer_id, _id(params.get("remote_engine_id"), "remote_engine_id"), _sources(params))
 
 
 def answer(
-    *, engine_id: str, request_id: str, leg: PrefillLeg, addresses: Mapping[Rank, Address], num_tokens: int
+    *, engine_id: str, request_id: str, leg: PrefillLeg, sources: Mapping[Rank, Source], num_tokens: int
 ) -> dict[str, Any]:
     """What prefill's answer brings: parameters that a router hands to decode as they are."""
-    ranks = sorted(addresses)
-    host, port = addresses[ranks[0]] if ranks else ("", 0)
+    ranks = sorted(sources)
+    host, port = sources[ranks[0]].address if ranks else ("", 0)
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -95,27 +113,29 @@ def answer(
         "tp_size": 1 + max((tp for _, tp in ranks), default=0),
         "pp_size": 1 + max((pp for pp, _ in ranks), default=0),
         "remote_num_tokens": num_tokens,
+        "remote_sources": [[*rank, *sources[rank].address, sources[rank].incarnation] for rank in ranks],
         "transfer_mode": "push",
     }
     if len(leg.transfer_ids) == 1:
         params["transfer_id"] = leg.transfer_ids[0]
-    if len(ranks) > 1:
-        params["remote_addresses"] = [[*rank, *addresses[rank]] for rank in ranks]
     return params
 
 
-def _addresses(params: Mapping[str, Any]) -> dict[Rank, Address]:
-    """Where each of prefill's ranks listens: as its answer said, or by the rule that their ports follow each other."""
-    listed = params.get("remote_addresses")
+def _sources(params: Mapping[str, Any]) -> dict[Rank, Source]:
+    """Prefill's ranks: as its answer said, or by the rule that their ports follow each other."""
+    listed = params.get("remote_sources")
     try:
         if listed is not None:
-            return {(_count(pp), _count(tp)): parse_address((host, port)).address for pp, tp, host, port in listed}
+            return {
+                (_count(pp), _count(tp)): Source(parse_address((host, port)).address, _text(incarnation))
+                for pp, tp, host, port, incarnation in listed
+            }
         host, first_port = params.get("remote_host"), _port(params.get("remote_port"))
         num_tp, num_pp = _size(params.get("tp_size")), _size(params.get("pp_size"))
         if num_tp * num_pp > MAX_RANKS:
             raise BadParams(f"tp_size={num_tp} times pp_size={num_pp} is more than {MAX_RANKS} ranks")
         return {
-            (pp, tp): parse_address((host, first_port + pp * num_tp + tp), "remote_host, remote_port").address
+            (pp, tp): Source(parse_address((host, first_port + pp * num_tp + tp), "remote_host, remote_port").address)
             for pp in range(num_pp)
             for tp in range(num_tp)
         }
@@ -128,6 +148,12 @@ def _id(value: object, what: str) -> str:
         return wire.check_id(value, what)
     except UsageError as exc:
         raise BadParams(str(exc)) from exc
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise BadParams(f"{value!r} must be an incarnation")
+    return value
 
 
 def _port(value: object) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvpush.integrations.vllm.params import Address, PrefillLeg, Rank, answer, prefill_leg
+from kvpush.integrations.vllm.params import PrefillLeg, Rank, Source, answer, prefill_leg
 from kvpush.integrations.vllm.pins import Pins
 from kvpush.integrations.vllm.work import PushChunk, Report, StepWork
 
@@ -72,7 +72,7 @@ class PrefillScheduler:
     push_chunks: bool = True
     has_prefix_cache: bool = True
     pins: Pins[int] = field(default_factory=Pins)
-    addresses: Mapping[Rank, Address] = field(default_factory=dict)  # where this engine's ranks listen
+    sources: Mapping[Rank, Source] = field(default_factory=dict)  # this engine's ranks
     _prompts: dict[str, _Prompt] = field(default_factory=dict)  # by request id
     _sends: dict[int, _Send] = field(default_factory=dict)
     _last_send: int = 0
@@ -137,7 +137,7 @@ class PrefillScheduler:
                 engine_id=self.engine_id,
                 request_id=request_id,
                 leg=prompt.leg,
-                addresses=self.addresses,
+                sources=self.sources,
                 num_tokens=prompt.request.num_prompt_tokens,
             )
         if prompt.send is None:  # decode may wait for it already
