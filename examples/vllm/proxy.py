@@ -54,7 +54,9 @@ class Proxy:
         self._prefills = itertools.cycle(prefills)
         self._decodes = itertools.cycle(decodes)
         self._is_concurrent = is_concurrent
-        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
+        # vLLM closes connections that are idle for 5 s: do not be the one who finds out
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+        self._client = httpx.AsyncClient(timeout=None, limits=limits)
         self._prefilling: set[asyncio.Task[Any]] = set()
 
     async def handle(self, request: Request) -> Response:
