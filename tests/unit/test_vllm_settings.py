@@ -51,6 +51,7 @@ def test_a_wildcard_needs_a_host_to_tell_others():
         settings(listen="0.0.0.0:5600").check_listen()
     settings(listen="0.0.0.0:5600", advertise="10.0.0.7").check_listen()
     settings(listen="0.0.0.0:5600", advertise="[fe80::1]").check_listen()
+    settings(listen="0.0.0.0:0", advertise="10.0.0.7").check_listen()
     with pytest.raises(ConfigurationError, match="without a port"):
         settings(listen="0.0.0.0:5600", advertise="10.0.0.7:5600").check_listen()
     with pytest.raises(ConfigurationError, match="without a port"):

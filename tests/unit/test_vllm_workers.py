@@ -98,7 +98,7 @@ def test_blocks_that_are_held_end_the_send_when_they_are_released(prefill, scrib
     assert prefill.poll() == [1]
 
 
-def test_the_name_that_decode_asks_for_decides(prefill, scribe):
+def test_the_name_that_decode_asks_for_decides(prefill, scribe, tally):
     prefill.push(chunk(ids=("r-0", "r")), None)
     assert sorted(scribe.take()) == [("push", "r", 0, (7,), True), ("push", "r-0", 0, (7,), True)]
     scribe.events = [push_ended("r-0")]
@@ -106,6 +106,7 @@ def test_the_name_that_decode_asks_for_decides(prefill, scribe):
     assert scribe.take() == [("cancel", "r")]
     scribe.events = [push_ended("r", Outcome.cancelled, engine_id=None)]
     assert prefill.poll() == [1]
+    assert tally.take() == {"pushes_done": 1, "pushed_bytes": 10, "push_s": [0.5]}
 
 
 def test_a_name_that_nobody_asked_for_leaves_the_other_alone(prefill, scribe):

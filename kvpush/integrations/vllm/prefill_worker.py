@@ -26,6 +26,7 @@ class _Send:
     main_id: str
     open_ids: set[str]  # transfer ids that are not over
     is_given_up: bool = False
+    is_counted: bool = False
     parked: deque[tuple[PushChunk, Fence | None]] = field(default_factory=deque)
 
 
@@ -85,7 +86,6 @@ class PrefillWorker:
             if users is None:
                 continue
             if isinstance(event, kvpush.PushFinished):
-                self._tally.pushed(event)
                 self._finished(users[0], event)
             if isinstance(event, kvpush.BlocksReleased) or event.blocks_reusable:
                 self._over(users[0], event.transfer_id)
@@ -94,6 +94,9 @@ class PrefillWorker:
 
     def _finished(self, send: _Send, event: kvpush.PushFinished) -> None:
         if event.engine_id is not None or event.transfer_id == send.main_id:
+            if not send.is_counted:  # one send, one outcome, whatever it goes by
+                send.is_counted = True
+                self._tally.pushed(event)
             self._cancel(send, send.open_ids - {event.transfer_id})
         if event.outcome not in (kvpush.Outcome.done, kvpush.Outcome.cancelled):
             logger.warning("push %s: %s: %s", event.transfer_id, event.outcome, event.reason)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpush.config import Config
-from kvpush.endpoint import advertised, parse_listen
+from kvpush.endpoint import check_advertised, parse_listen
 from kvpush.errors import ConfigurationError
 from kvpush.integrations.vllm.versions import ALLOW_SETTING
 
@@ -66,8 +66,7 @@ class Settings:
     def check_listen(self) -> None:
         """For an engine that others dial: complain before anything is opened."""
         endpoint = parse_listen(self.listen)
-        if endpoint.is_wildcard or self.advertise:
-            advertised(endpoint, self.advertise or None)
+        check_advertised(endpoint, self.advertise or None)
         if self.advertise and parse_host(self.advertise) != self.advertise:
             raise ConfigurationError(f"advertise={self.advertise!r}: give a host without a port; each rank has its own")
 
