@@ -102,7 +102,7 @@ def advertised(bound: Endpoint, advertise: object = None, field: str = "advertis
 
 
 def check_advertised(listen: Endpoint, advertise: object = None, field: str = "advertise") -> None:
-    """Complain about what :func:`advertised` will refuse, before anything is bound: then port 0 is still to be chosen."""
+    """Complain now about what :func:`advertised` will refuse once it is bound; port 0 will be another one by then."""
     advertised(listen if listen.port else Endpoint(listen.host, MAX_PORT), advertise, field)
 
 
