@@ -54,8 +54,8 @@ class Proxy:
         self._prefills = itertools.cycle(prefills)
         self._decodes = itertools.cycle(decodes)
         self._is_concurrent = is_concurrent
-        # vLLM closes connections that are idle for 5 s: do not be the one who finds out
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
+        # No connection is used twice: vLLM closes those that are idle, now and then just as another request sets out.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._client = httpx.AsyncClient(timeout=None, limits=limits)
         self._prefilling: set[asyncio.Task[Any]] = set()
 
