@@ -105,8 +105,12 @@ class Faults:
         ]
         found = {}
         for step in steps:
-            found[step.__name__.replace("_", " ")] = step()
-            print(f"{self._pair.kind}: {step.__name__}: {found[step.__name__.replace('_', ' ')]}", flush=True)
+            fault = step.__name__.replace("_", " ")
+            try:
+                found[fault] = step()
+            except (AssertionError, BrokenPipeError) as exc:
+                found[fault] = f"an engine is gone: {str(exc).splitlines()[0]}"
+            print(f"{self._pair.kind}: {fault}: {found[fault]}", flush=True)
         return found
 
 

@@ -54,6 +54,7 @@ class Pair:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": self.engine_id("producer"),
+            "remote_request_id": name,  # vLLM's own connector stops the engine without it
             "remote_host": "127.0.0.1",
             "remote_port": self.ports["producer"],
             "tp_size": 1,
