@@ -33,7 +33,9 @@ class Bench:
         for kind in kinds:
             # a pair that is stopped for a while must not take itself for dead
             settings = {"liveness_timeout_s": 3000.0} if kind == "kvpush" else {}
-            self.pairs[kind] = Pair(kind, model, logs, **settings).started()
+            self.pairs[kind] = Pair(kind, model, logs, **settings)
+        for kind, pair in self.pairs.items():
+            pair.started()
             self.stop(kind)
         self.source = random.Random(11)
         self.handovers: dict[tuple[str, str, int], list[float]] = {}
