@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 from children import ROOT, EngineProcess, kv_config
 
-REQUIRED = "KVPUSH_TEST_VLLM_REQUIRED"
-
 
 def _missing() -> str:
     """Why these tests cannot run; empty when they can."""

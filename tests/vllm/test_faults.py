@@ -105,3 +105,13 @@ def test_decode_s_request_ends_when_prefill_is_killed(fleet: Fleet, make_prompt:
     expected = fleet.prefill.generate("reborn-reference", prompt, 6)["tokens"]
     assert fleet.serve("f1", "reborn", prompt) == expected
     assert fleet.serve("f0", "reborn-too", prompt) == expected
+
+
+def test_a_prefill_engine_that_leaves_in_order_says_so(fleet: Fleet, make_prompt: MakePrompt) -> None:
+    decode = fleet.decodes["f1"]
+    decode.ask("left", make_prompt(300), 6, fleet.source | {"transfer_id": "left"})
+    decode.call("free", "free")
+    fleet.prefill.close()
+    assert decode.result("left", SOON_S)["reason"] == "error"
+    assert decode.stats("receiver")["stats"]["engines_stale_closing"] >= 1, "it was not taken for dead"
+    decode.wait_for_free_blocks(NUM_BLOCKS, SOON_S)
