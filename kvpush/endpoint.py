@@ -101,6 +101,11 @@ def advertised(bound: Endpoint, advertise: object = None, field: str = "advertis
     return parse_address((host, bound.port if port is None else port), field)
 
 
+def check_advertised(listen: Endpoint, advertise: object = None, field: str = "advertise") -> None:
+    """Complain now about what :func:`advertised` will refuse once it is bound; port 0 will be another one by then."""
+    advertised(listen if listen.port else Endpoint(listen.host, MAX_PORT), advertise, field)
+
+
 def _host_and_port(value: object, field: str) -> tuple[object, object | None]:
     """The two parts, not yet checked; the port is ``None`` when there is none."""
     if isinstance(value, str):

@@ -24,7 +24,7 @@ import torch
 
 from kvpush import wire
 from kvpush.config import Config
-from kvpush.endpoint import Endpoint, advertised, parse_listen
+from kvpush.endpoint import Endpoint, advertised, check_advertised, parse_listen
 from kvpush.errors import Closed, Failure, FailureCode, TransportError, UsageError
 from kvpush.events import BlocksReleased, Outcome, PushFinished
 from kvpush.identity import Identity, new_identity
@@ -136,8 +136,7 @@ class PrefillPusher(Side[PushFinished, _Account]):
         placement = Placement(geometry, spec)
         identity = new_identity(engine_id, spec, geometry)
         endpoint = parse_listen(listen)
-        if endpoint.is_wildcard or advertise is not None:
-            advertised(endpoint, advertise)  # complain before anything is opened
+        check_advertised(endpoint, advertise)
         registry = Registry(config, clock, random.Random())
         ledger: Ledger[_Account] = Ledger(f"PrefillPusher {engine_id!r}", config.max_pending_pushes)
         events: EventQueue[PushFinished] = EventQueue()

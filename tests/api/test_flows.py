@@ -562,3 +562,19 @@ def test_what_one_side_closes_the_other_hears_of(pair):
         decode.receiver.close()
         until(lambda: second.states() == {"d0": "evicted"}, 5.0)
         assert second.pusher.stats()["registrations_waiting"] == 0
+
+
+def test_f5_a_receive_may_name_the_process_that_holds_its_blocks(pair):
+    prefill, decode = pair
+    alive = prefill.pusher.incarnation
+    expect(prefill, decode, "by its name", [7], source_incarnation=alive)
+    expect(prefill, decode, "by its rank", [8], source_incarnation={(0, 0): alive, (0, 1): "another rank's"})
+    for transfer_id, block in (("by its name", 3), ("by its rank", 4)):
+        prefill.pusher.push(transfer_id, [block])
+        both_done(prefill, decode, transfer_id)
+    expect(prefill, decode, "of the one before", [9], source_incarnation="the process before")
+    ended = decode.inbox.outcome("of the one before")
+    assert (ended.outcome, ended.code, ended.blocks_reusable) == ("failed", "peer_restarted", True)
+    with pytest.raises(kvpush.UsageError, match="source_incarnation"):
+        expect(prefill, decode, "nonsense", [10], source_incarnation=7)
+    assert is_empty(decode.receiver)

@@ -409,3 +409,34 @@ def test_a_peer_without_room_is_asked_again_later():
     run_to_the_end(world)
     assert receive.outcome == "done"
     assert second.core.counters["refusals_queue_full"] >= 1
+
+
+# --- the process that holds the blocks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_met", [False, True], ids=["not met yet", "connected"])
+def test_f5_a_receive_from_a_process_that_is_gone_fails_when_its_successor_answers(is_met):
+    """The router's answer is older than prefill's restart: nobody would ever push."""
+    world, prefill, decode = make_connected() if is_met else make_pair()
+    gone = prefill.identity.incarnation
+    prefill.kill()
+    prefill = prefill.restart()
+    world.settle(1)
+    if is_met:
+        decode.expect("finds out", [8], prefill)  # it is sent to the old process, whose end is not known yet
+        world.settle(5)
+        connect(world, prefill, decode)
+    receive = decode.expect("t", [7], prefill, incarnation=gone)
+    world.settle(1)
+    assert (receive.outcome, receive.code) == ("failed", "peer_restarted")
+    assert receive.finished.blocks_reusable
+    run_to_the_end(world)
+
+
+def test_a_receive_from_the_very_process_that_answers_is_served():
+    world, prefill, decode = make_connected()
+    receive = decode.expect("t", [7], prefill, incarnation=prefill.identity.incarnation)
+    prefill.push("t", [3])
+    world.settle(1)
+    assert receive.outcome == "done"
+    run_to_the_end(world)

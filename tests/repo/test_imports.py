@@ -83,6 +83,9 @@ SLEEPERS = {
     "side_by_side/peer_kvpush.py": "no test but a measurement: waits for a registration without taking a CPU",
     "side_by_side/peer_vllm.py": "no test but a measurement: waits for a registration without taking a CPU",
     "side_by_side/run.py": "no test but a measurement: lets the reader's thread reach its wait",
+    "vllm/engine.py": "is vLLM's own busy loop, which sleeps after a step that ran no model",
+    "vllm/measure/faults_beside_built_in.py": "gives a connector that cannot be asked time to register; no test",
+    "vllm/measure/handover.py": "measures what an idle engine costs; no test",
     "processes/peers.py": "until() asks real processes again and again, with a deadline; no fake clock reaches them",
 }
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpush.endpoint import Endpoint, advertised, parse_address, parse_listen
+from kvpush.endpoint import Endpoint, advertised, check_advertised, parse_address, parse_listen
 from kvpush.errors import ConfigurationError
 
 GOOD = [
@@ -217,6 +217,15 @@ def test_every_address_survives_its_text(address, port):
 )
 def test_advertised(bound, advertise, expected):
     assert advertised(bound, advertise) == expected
+
+
+def test_a_port_that_the_system_chooses_is_no_reason_to_complain_early():
+    check_advertised(Endpoint("0.0.0.0", 0), "10.0.0.7")
+    check_advertised(Endpoint("127.0.0.1", 0))
+    with pytest.raises(ConfigurationError, match="advertise="):
+        check_advertised(Endpoint("0.0.0.0", 0))
+    with pytest.raises(ConfigurationError, match="advertise="):
+        check_advertised(Endpoint("0.0.0.0", 0), "h:0")
 
 
 @pytest.mark.parametrize("host", ["*", "0.0.0.0", "::"])

@@ -1,0 +1,1 @@
+"""kvpush inside inference engines."""

@@ -1,0 +1,151 @@
+"""Decode, in the scheduler's process: which positions are asked for, and which blocks stay pinned after a failure.
+
+A request waits in vLLM's own state for remote KV until every worker has reported its receive. Only blocks that are
+missing here are asked for. The prompt's last token is always computed here, since it yields the first new token; so
+its KV is never asked for, and a prompt that is cached up to there needs nothing: prefill is told to let go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvpush.integrations.vllm.params import DecodeLeg, decode_leg
+from kvpush.integrations.vllm.pins import Pins
+from kvpush.integrations.vllm.work import Expect, Renewal, Report, StepWork
+
+RENEWALS_PER_LEASE = 3
+
+
+class Request(Protocol):
+    """The part of vLLM's request that is read."""
+
+    @property
+    def request_id(self) -> str:
+        """Unique within the engine."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What the router said. ``do_remote_prefill`` is cleared once it has been acted on, as vLLM does it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A request whose KV comes from elsewhere."""
+
+    request: Request
+    leg: DecodeLeg
+    is_asked: bool = False  # the transfer was registered, or declined
+    num_cached_tokens: int = 0  # that were here when the rest was offered
+
+
+@dataclass(slots=True)
+class DecodeScheduler:
+    """Bookkeeping of the prompts that are received."""
+
+    block_size_tokens: int
+    lease_s: float
+    clock: Callable[[], float] = time.monotonic
+    pins: Pins[str] = field(default_factory=Pins)
+    _prompts: dict[str, _Prompt] = field(default_factory=dict)  # by request id
+    _receiving: dict[str, Sequence[int]] = field(default_factory=dict)  # request id -> blocks; no worker has to add
+    _holding: Counter[str] = field(default_factory=Counter)  # request id -> workers that hold its blocks
+    _renewed_s: float = -1e9
+    _work: StepWork = field(default_factory=StepWork)
+
+    def arrived(self, request: Request) -> bool:
+        """A new request. Whether its prompt comes from elsewhere. Raises BadParams."""
+        leg = decode_leg(request.kv_transfer_params, request.request_id)
+        if leg is not None:
+            self._prompts[request.request_id] = _Prompt(request, leg)
+        return leg is not None
+
+    def num_missing_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """How many tokens' KV will come, beyond those cached here."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or prompt.is_asked:
+            return 0
+        prompt.num_cached_tokens = num_computed_tokens
+        return max(0, request.num_prompt_tokens - 1 - num_computed_tokens)
+
+    def allocated(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """vLLM gave the request its blocks. ``num_external_tokens``: what it lets come of what was offered."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None or prompt.is_asked:
+            return
+        if num_external_tokens <= 0:
+            self._decline(prompt)
+            return
+        first_block = prompt.num_cached_tokens // self.block_size_tokens
+        end_block = -(-(prompt.num_cached_tokens + num_external_tokens) // self.block_size_tokens)
+        wanted = list(block_ids[first_block:end_block])
+        self._mark_asked(prompt)
+        self._receiving[request.request_id] = wanted
+        self._work.expects.append(Expect(request.request_id, prompt.leg, first_block, wanted))
+
+    def finished(self, request_id: str) -> None:
+        """A request ended, in whatever way."""
+        prompt = self._prompts.pop(request_id, None)
+        if prompt is None:
+            return
+        if not prompt.is_asked:
+            self._decline(prompt)
+        elif request_id in self._receiving:
+            self._work.cancels.append(request_id)
+
+    def _decline(self, prompt: _Prompt) -> None:
+        """Nothing is needed: prefill need not keep the blocks for us."""
+        self._mark_asked(prompt)
+        self._work.expects.append(Expect(None, prompt.leg))
+
+    def _mark_asked(self, prompt: _Prompt) -> None:
+        prompt.is_asked = True
+        params = prompt.request.kv_transfer_params
+        if params is not None:
+            params["do_remote_prefill"] = False
+
+    def reported(self, report: Report, finished_receiving: Iterable[str]) -> None:
+        """Workers have seen receives end. Called before vLLM frees anything because of it."""
+        for request_id, num_workers in report.held.items():
+            if request_id not in self.pins and request_id in self._receiving:
+                self.pins.add(request_id, self._receiving[request_id])
+            self._holding[request_id] += num_workers
+        for request_id, num_workers in report.released.items():
+            self._holding[request_id] -= num_workers
+            if self._holding[request_id] <= 0:
+                del self._holding[request_id]
+                self.pins.drop(request_id)
+        for request_id in finished_receiving:
+            self._receiving.pop(request_id, None)
+
+    def take_work(self) -> StepWork:
+        """What was decided since the last call."""
+        self._renew()
+        work, self._work = self._work, StepWork()
+        return work
+
+    def _renew(self) -> None:
+        """Requests that queue here must find their KV when their turn comes."""
+        now_s = self.clock()
+        if now_s - self._renewed_s < self.lease_s / RENEWALS_PER_LEASE:
+            return
+        self._renewed_s = now_s
+        waiting: dict[tuple[Any, ...], list[DecodeLeg]] = {}
+        for prompt in self._prompts.values():
+            if not prompt.is_asked:
+                leg = prompt.leg
+                waiting.setdefault((leg.engine_id, *sorted(leg.addresses.items())), []).append(leg)
+        for legs in waiting.values():
+            self._work.renewals.append(Renewal(tuple(leg.transfer_id for leg in legs), legs[0]))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the engine must go on stepping, so that workers can report."""
+        return bool(self._holding or self._work)

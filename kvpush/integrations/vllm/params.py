@@ -1,0 +1,175 @@
+"""``kv_transfer_params`` of a request: the words of vLLM's NIXL connectors, so that their routers and proxies need no
+change.
+
+A router sends a request to prefill with ``do_remote_decode``, and to decode with ``do_remote_prefill`` and prefill's
+coordinates. *Sequential dispatch*: decode gets what prefill's answer brought. *Concurrent dispatch*: both get the
+request at once, with a ``transfer_id`` that the router made up.
+
+The transfer's name is the router's ``transfer_id``; without one, prefill's own request id, which its answer brings as
+``remote_request_id``; last, the part of the request id that both sides share. Prefill cannot know which of the last
+two decode will use, so it answers to both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvpush import wire
+from kvpush.endpoint import MAX_PORT, parse_address
+from kvpush.errors import ConfigurationError, UsageError
+
+Address = tuple[str, int]
+Rank = tuple[int, int]  # pipeline rank, tensor rank
+
+MAX_RANKS = 4096
+_RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")  # vLLM appends it to every request id that it takes in
+
+
+class BadParams(ValueError):
+    """A request whose parameters do not say where its KV comes from. It is computed here instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLeg:
+    """This engine computes the prompt; decode may ask for it by any of these names."""
+
+    transfer_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One rank of a prefill engine. ``incarnation`` is empty where nobody has said which process it was."""
+
+    address: Address
+    incarnation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLeg:
+    """This engine generates; the prompt's KV comes from that engine."""
+
+    transfer_id: str
+    engine_id: str
+    sources: dict[Rank, Source]
+
+    @property
+    def addresses(self) -> dict[Rank, Address]:
+        """Where its ranks listen."""
+        return {rank: source.address for rank, source in self.sources.items()}
+
+    @property
+    def incarnations(self) -> dict[Rank, str]:
+        """Which processes hold the prompt's blocks."""
+        return {rank: source.incarnation for rank, source in self.sources.items()}
+
+
+def base_request_id(request_id: str) -> str:
+    """The request id without the random end that vLLM gave it: the same on both sides of one request."""
+    base, end = request_id[:-9], request_id[-9:]
+    return base if base and _RANDOM_SUFFIX.fullmatch(end.lower()) else request_id
+
+
+def prefill_leg(params: Mapping[str, Any] | None, request_id: str) -> PrefillLeg | None:
+    """What a request to prefill asks for; ``None`` when it asks for nothing. Raises BadParams."""
+    if not params or not params.get("do_remote_decode"):
+        return None
+    given = params.get("transfer_id")
+    if given is not None:
+        return PrefillLeg((_id(given, "transfer_id"),))
+    own = _id(request_id, "request id")
+    return PrefillLeg(tuple(dict.fromkeys((own, base_request_id(own)))))
+
+
+def decode_leg(params: Mapping[str, Any] | None, request_id: str) -> DecodeLeg | None:
+    """What a request to decode asks for; ``None`` when it asks for nothing. Raises BadParams."""
+    if not params or not params.get("do_remote_prefill"):
+        return None
+    if params.get("transfer_id") is not None:
+        transfer_id = _id(params["transfer_id"], "transfer_id")
+    elif params.get("remote_request_id") is not None:
+        transfer_id = _id(params["remote_request_id"], "remote_request_id")
+    else:
+        transfer_id = base_request_id(_id(request_id, "request id"))
+    return DecodeLeg(transfer_id, _id(params.get("remote_engine_id"), "remote_engine_id"), _sources(params))
+
+
+def answer(
+    *, engine_id: str, request_id: str, leg: PrefillLeg, sources: Mapping[Rank, Source], num_tokens: int
+) -> dict[str, Any]:
+    """What prefill's answer brings: parameters that a router hands to decode as they are."""
+    ranks = sorted(sources)
+    host, port = sources[ranks[0]].address if ranks else ("", 0)
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_block_ids": [],  # decode does not need them: prefill writes
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": 1 + max((tp for _, tp in ranks), default=0),
+        "pp_size": 1 + max((pp for pp, _ in ranks), default=0),
+        "remote_num_tokens": num_tokens,
+        "remote_sources": [[*rank, *sources[rank].address, sources[rank].incarnation] for rank in ranks],
+        "transfer_mode": "push",
+    }
+    if len(leg.transfer_ids) == 1:
+        params["transfer_id"] = leg.transfer_ids[0]
+    return params
+
+
+def _sources(params: Mapping[str, Any]) -> dict[Rank, Source]:
+    """Prefill's ranks: as its answer said, or by the rule that their ports follow each other."""
+    listed = params.get("remote_sources")
+    try:
+        if listed is not None:
+            return {
+                (_count(pp), _count(tp)): Source(parse_address((host, port)).address, _text(incarnation))
+                for pp, tp, host, port, incarnation in listed
+            }
+        host, first_port = params.get("remote_host"), _port(params.get("remote_port"))
+        num_tp, num_pp = _size(params.get("tp_size")), _size(params.get("pp_size"))
+        if num_tp * num_pp > MAX_RANKS:
+            raise BadParams(f"tp_size={num_tp} times pp_size={num_pp} is more than {MAX_RANKS} ranks")
+        return {
+            (pp, tp): Source(parse_address((host, first_port + pp * num_tp + tp), "remote_host, remote_port").address)
+            for pp in range(num_pp)
+            for tp in range(num_tp)
+        }
+    except (ConfigurationError, TypeError, ValueError) as exc:
+        raise BadParams(str(exc)) from exc
+
+
+def _id(value: object, what: str) -> str:
+    try:
+        return wire.check_id(value, what)
+    except UsageError as exc:
+        raise BadParams(str(exc)) from exc
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise BadParams(f"{value!r} must be an incarnation")
+    return value
+
+
+def _port(value: object) -> int:
+    """Some routers send it as text."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_PORT:
+        raise BadParams(f"remote_port={value!r} must be a port")
+    return value
+
+
+def _size(value: object) -> int:
+    return 1 if value is None else max(1, _count(value))
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_RANKS:
+        raise BadParams(f"{value!r} must be a number of ranks")
+    return value

@@ -1,0 +1,122 @@
+"""``vllm serve`` and the proxy of the examples, asked by OpenAI's client: several engines on either side at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import ROOT, free_port
+
+sys.path.insert(0, str(ROOT / "examples" / "vllm"))
+
+pytestmark = [pytest.mark.nixl, pytest.mark.processes]
+
+NUM_REQUESTS = 100
+NUM_TOKENS = 8
+NAMES = ("s0", "s1", "s2")
+
+
+class Servers:
+    """Three servers, each of which can do either part, and proxies in front of them."""
+
+    def __init__(self, fleet: Any) -> None:
+        self._fleet = fleet
+        self.ports = {name: free_port() for name in NAMES}
+        self.kv_ports = {name: free_port() for name in NAMES}
+        for name in NAMES:
+            fleet.serve("kv_both", name, self.ports[name], self.kv_ports[name])
+        for name in NAMES:
+            fleet.wait_for(self.url(name), name)
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.ports[name]}"
+
+    def proxy(self, prefills: list[str], decodes: list[str], dispatch: str) -> str:
+        """A proxy in front of some of them."""
+        name, port = f"proxy-{dispatch}-{'-'.join(prefills)}", free_port()
+        arguments = ["--port", str(port), "--dispatch", dispatch]
+        for server in prefills:
+            arguments += ["--prefill", f"{self.url(server)},{server},127.0.0.1:{self.kv_ports[server]}"]
+        for server in decodes:
+            arguments += ["--decode", self.url(server)]
+        self._fleet.start(name, str(ROOT / "examples" / "vllm" / "proxy.py"), *arguments)
+        url = f"http://127.0.0.1:{port}"
+        self._fleet.wait_for(url, name)
+        return url
+
+    def metric(self, server: str, name: str) -> float:
+        """The sum over its labels."""
+        with urllib.request.urlopen(f"{self.url(server)}/metrics", timeout=30) as page:
+            lines = page.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    from serve import Fleet
+
+    fleet = Fleet(model, tmp_path_factory.mktemp("servers"))
+    try:
+        yield Servers(fleet)
+    finally:
+        fleet.stop()
+
+
+def texts(url: str, prompts: list[list[int]], *, stream: bool = False) -> list[str]:
+    """What the servers behind a URL say to all prompts at once."""
+    from openai import AsyncOpenAI
+
+    async def one(client: AsyncOpenAI, prompt: list[int]) -> str:
+        options: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+        options["extra_body"] = {"ignore_eos": True}
+        if not stream:
+            return (await client.completions.create(**options)).choices[0].text
+        pieces = await client.completions.create(stream=True, **options)
+        return "".join([piece.choices[0].text async for piece in pieces if piece.choices])
+
+    async def everything() -> list[str]:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0) as client:
+            return list(await asyncio.gather(*(one(client, prompt) for prompt in prompts)))
+
+    return asyncio.run(everything())
+
+
+@pytest.mark.parametrize(
+    ("prefills", "decodes", "dispatch", "stream"),
+    [
+        (["s0"], ["s1", "s2"], "sequential", False),
+        (["s0"], ["s1", "s2"], "concurrent", True),
+        (["s0", "s1"], ["s2"], "sequential", True),
+        (["s0", "s1"], ["s2"], "concurrent", False),
+    ],
+)
+def test_a_hundred_requests_at_once(
+    servers: Servers, prefills: list[str], decodes: list[str], dispatch: str, stream: bool
+) -> None:
+    chance = random.Random(f"{prefills} {dispatch}")
+    prompts = [[chance.randrange(2, 258) for _ in range(chance.randrange(1, 400))] for _ in range(NUM_REQUESTS)]
+    before = {name: servers.metric(name, "vllm:kvpush_receives_done_total") for name in decodes}
+    found = texts(servers.proxy(prefills, decodes, dispatch), prompts, stream=stream)
+    received = {name: servers.metric(name, "vllm:kvpush_receives_done_total") - before[name] for name in decodes}
+    assert found == texts(servers.url(prefills[0]), prompts)
+    needed = sum(len(prompt) > 1 for prompt in prompts)
+    assert needed <= sum(received.values()) <= NUM_REQUESTS, "every prompt's cache came from prefill"
+    assert all(received.values()), "every decode engine had its share"
+
+
+def test_a_request_that_leads_nowhere_is_computed_here(servers: Servers) -> None:
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
+    answers = []
+    for kv in (None, {"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_engine_id": "x"}):
+        raw = json.dumps(body | ({"kv_transfer_params": kv} if kv else {})).encode()
+        url = f"{servers.url('s0')}/v1/completions"
+        with urllib.request.urlopen(urllib.request.Request(url, raw, {"Content-Type": "application/json"})) as answer:
+            answers.append(json.load(answer)["choices"][0]["text"])
+    assert len(set(answers)) == 1
