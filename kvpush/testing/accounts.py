@@ -47,7 +47,7 @@ class Account(Generic[F]):
         return None if self.finished is None else self.finished.code
 
     def take(self, event: F | BlocksReleased, now_s: float) -> None:
-        """One outcome; one release after it, and only when the blocks were held."""
+        """One outcome; one release after it, and only when the blocks were held. Raises Violation otherwise."""
         if isinstance(event, BlocksReleased):
             if self.finished is None or self.finished.blocks_reusable or self.released is not None:
                 raise Violation("one-outcome", f"{event!r} follows {self.finished!r} and {self.released!r}")

@@ -55,7 +55,7 @@ class DecodeEngine(Engine):
         deadline_s: float | None = None,
         incarnation: str = "",
     ) -> Receive:
-        """As ``DecodeReceiver.expect``."""
+        """As ``DecodeReceiver.expect``. Raises UsageError for an id or a block that is in use."""
         if transfer_id in self._open:
             raise UsageError(f"{self!r}: {transfer_id!r} is expected already")
         if taken := [block for block in block_ids if block in self._granted]:

@@ -205,7 +205,7 @@ class FakeFabric:
 
     def doubt(self, write: FakeWrite, error: TransportError | None = None) -> None:
         """Let the writer's next poll raise ``error`` (default: write_failed), and keep the WRITE under way: its bytes
-        may land later, when nobody asks about it any more."""
+        may land later, when nobody asks about it any more. Raises UsageError for one that is over."""
         with self._lock:
             if write.state is not WriteState.in_flight:
                 raise UsageError(f"a write in state {write.state.value!r} cannot become doubtful")

@@ -61,7 +61,10 @@ class PrefillEngine(Engine):
         last: bool = True,
         fenced: bool = False,
     ) -> Push:
-        """As ``PrefillPusher.push``. The blocks get the transfer's bytes; with ``fenced`` only at :meth:`compute`."""
+        """As ``PrefillPusher.push``. The blocks get the transfer's bytes; with ``fenced`` only at :meth:`compute`.
+
+        Raises UsageError for a block that is in use.
+        """
         positions = {first_block + i: block for i, block in enumerate(block_ids)}
         if taken := [block for block in block_ids if block in self._owners]:
             raise UsageError(f"{self!r}: blocks {taken} belong to {self._owners[taken[0]]!r}")

@@ -32,7 +32,7 @@ def test_links_lead_to_files(page: Path) -> None:
 
 FILE = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|\w+\.(?:py|md|toml))`")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)(?:::(\w+))?`")
-TARGET = re.compile(r"(?:^|`|[A-Z_]+=\S+ )make (\w+)", re.MULTILINE)
+TARGET = re.compile(r"(?:^|`|[A-Z_]+=\S+ )make ([\w-]+)", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -92,7 +92,7 @@ def test_a_users_mistake_is_one_line(argv: list[str], part: str, capsys: pytest.
 
 @pytest.mark.nixl
 def test_a_device_that_is_not_there_is_one_line_too(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "push", "--quick", "--only", "own-time", "--net-devices", "nope0"]
+    argv = ["bench", "overhead", "--size", "tiny", "--net-devices", "nope0"]
     assert main(argv) == 2
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith("kvpush: error: ") and "NET_DEVICES=nope0" in last

@@ -157,13 +157,17 @@ def test_token_for_token_it_is_the_same(ratio, block_ids, first_block):
     }
 
 
-@pytest.mark.parametrize(("num_blocks", "logical", "last"), [(12, 32, 5), (13, 32, 5), (12, 64, 2), (3, 64, None)])
+@pytest.mark.parametrize(("num_blocks", "logical", "last"), [(12, 32, 5), (13, 32, 5), (12, 64, 2)])
 def test_only_whole_logical_blocks_are_blocks(num_blocks, logical, last):
     placement = make(num_blocks=num_blocks, block_size_tokens=logical)
-    if last is not None:
-        parsed(placement, [last])
+    parsed(placement, [last])
     with pytest.raises(UsageError, match="is not one of"):
-        parsed(placement, [0 if last is None else last + 1])
+        parsed(placement, [last + 1])
+
+
+def test_a_cache_of_less_than_one_logical_block_is_refused():
+    with pytest.raises(ConfigurationError, match="3 blocks of 16 tokens"):
+        make(num_blocks=3, block_size_tokens=64)
 
 
 def test_positions_are_bounded_in_units_of_the_tensors():

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memories import BITS, memories, random_arena
 
+from kvpush.blocks import MAX_SLOTS_PER_BLOCK
 from kvpush.errors import ConfigurationError, Failure, FailureCode, Incompatible, UsageError
 from kvpush.layout import CacheGeometry, KVCacheSpec, KVGroup, LayerGeometry, geometry_of, memory_ranges
 from kvpush.parallel import Share
@@ -515,9 +516,9 @@ def test_the_largest_index_fits_and_one_more_row_is_refused():
         assert caught.value.code is FailureCode.bad_blocks
 
 
-@pytest.mark.parametrize("tokens", [4097, 2**31 - 1, 2**60])
+@pytest.mark.parametrize("tokens", [MAX_SLOTS_PER_BLOCK + 1, 2**31 - 1, 2**60])
 def test_d9_a_peer_s_block_size_does_not_decide_how_many_slots_there_are(tokens):
-    pair(vast(1), vast(1, tokens=4096))
+    pair(vast(1), vast(1, tokens=MAX_SLOTS_PER_BLOCK))
     with pytest.raises(Incompatible, match=f"blocks of 1 tokens here, of {tokens} at the peer"):
         pair(vast(1), vast(1, tokens=tokens))
 

@@ -33,4 +33,4 @@ def test_it_is_there_until_its_time_is_over_and_then_it_is_gone():
 
 
 def test_one_that_belonged_to_no_registration_is_older_than_any():
-    assert (stone().incarnation, stone().epoch) == ("", -1)
+    assert stone().is_before("anybody", 0) and not stone().epochs

@@ -117,7 +117,8 @@ def main() -> int:
     options = parser.parse_args()
     kinds = options.kinds.split(",")
     bench = Bench(kinds, options.model, Path(tempfile.mkdtemp(prefix="handover-")))
-    transfers = {kind: pair for kind, pair in bench.pairs.items() if kind != "none"}
+    everybody = bench.pairs
+    transfers = {kind: pair for kind, pair in everybody.items() if kind != "none"}
     try:
         idle = {kind: bench.idle_cores(kind) for kind in kinds}
         bench.pairs = transfers
@@ -125,7 +126,7 @@ def main() -> int:
             bench.round(number, LENGTHS)
             print(f"round {number}", file=sys.stderr, flush=True)
     finally:
-        for pair in bench.pairs.values():
+        for pair in everybody.values():
             pair.close()
     print("| dispatch | tokens | " + " | ".join(f"{kind}, ms: median (quartiles)" for kind in transfers) + " |")
     print("|---|---|" + "---|" * len(transfers))
