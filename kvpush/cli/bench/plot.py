@@ -50,7 +50,9 @@ def draw(report: Report, path: Path) -> None:
         picture = Picture(figsize=(5.2 * _COLUMNS, height), layout="constrained")
         FigureCanvasAgg(picture)
         # apart, so that the long names of the bars do not push the curves aside
-        above, below = picture.subfigures(2, 1, height_ratios=[max(bars_height, 0.01), max(3.2 * num_rows, 0.01)])
+        heights = [max(bars_height, 0.01), max(3.2 * num_rows, 0.01)]
+        halves: Any = picture.subfigures(2, 1, height_ratios=heights)  # its type says that there may be one only
+        above, below = halves
         if judged:
             _draw_budgets(above.add_subplot(), judged)
         for number, (name, figures) in enumerate(curves.items(), 1):
