@@ -720,6 +720,7 @@ class TestTheEnd:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(cycles):
             cycle()
-        assert len(os.listdir("/proc/self/fd")) <= before
+        # NIXL may open one for good at any moment; a leak is one for each of so many cycles, or for every few of them
+        assert len(os.listdir("/proc/self/fd")) <= before + 2
         assert_balanced(writer)
         assert writer.counts.writes_posted == cycles + 3
