@@ -720,7 +720,8 @@ class TestTheEnd:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(cycles):
             cycle()
-        # NIXL may open one for good at any moment; a leak is one for each of so many cycles, or for every few of them
-        assert len(os.listdir("/proc/self/fd")) <= before + 2
+        until(
+            lambda: len(os.listdir("/proc/self/fd")) <= before
+        )  # a connection that was given up closes in its own time
         assert_balanced(writer)
         assert writer.counts.writes_posted == cycles + 3
