@@ -161,7 +161,7 @@ class Model:
             self.waiting[name] = "peer gave up"
         self.sent.append(("Drained", engine, epoch))
 
-    def settled(self, name, write_id, code):
+    def settled(self, name, write_id, code, now_s):
         record = self.pushes.get(name)
         if record is None:
             record = self.held[name]
@@ -185,6 +185,7 @@ class Model:
         if record["cause"]:
             self.over(name, *record["cause"])
         else:
+            record["lease"] = now_s + LEASE_S  # it stood still while it wrote, and begins anew
             self.advance(name)
 
     def doubt(self, name, code, now_s):
@@ -460,7 +461,7 @@ class PrefillMachine(RuleBasedStateMachine):
             self.perform(self.core.write_doubted(write_id, failure, self.clock()))
             return
         failure = None if how == "done" else TransportError(FailureCode.peer_lost, "reset", disconnected=True)
-        self.model.settled(name, write_id, None if failure is None else "peer_lost")
+        self.model.settled(name, write_id, None if failure is None else "peer_lost", self.clock())
         self.perform(self.core.write_settled(write_id, failure, self.clock()))
 
     # --- time --------------------------------------------------------------------------------------------------------
