@@ -271,8 +271,12 @@ class DecodeCore:
         self._identity = identity
         self._agent_metadata = agent_metadata
         self._geometry = geometry
-        self._totals = totals_of(geometry)
-        self._layers = {group.name: {layer.name for layer in group.layers} for group in geometry.groups}
+        self._totals = dict(zip(identity.block_sizes_tokens, totals_of(geometry), strict=True))  # by group
+        self._block_sizes_tokens = identity.block_sizes_tokens
+        # by group, in the order in which people are told of them
+        self._layers = {
+            group.name: dict.fromkeys(sorted(each.name for each in group.layers)) for group in geometry.groups
+        }
         self._config = config
         self._registry = registry
         self._out: list[Effect] = []
@@ -339,11 +343,11 @@ class DecodeCore:
 
     def _is_written_by(self, share: Share) -> bool:
         """Whether this rank of prefill has heads for us, in any group. Of layers nothing is known yet."""
-        return any(written_heads(share.tp, self._identity.share.tp, total) for total in self._totals)
+        return any(written_heads(share.tp, self._identity.share.tp, total) for total in self._totals.values())
 
     def _prefills_of(self, source: Source, now_s: float) -> list[_Prefill]:
         """The records of all ranks to talk to. Raises QueueFull, and Incompatible where the sizes do not fit."""
-        ranks = writers(self._identity.share, source.pp_size, source.tp_size, self._totals)
+        ranks = writers(self._identity.share, source.pp_size, source.tp_size, self._totals.values())
         if missing := sorted(ranks - source.addresses.keys()):
             raise Incompatible(
                 f"prefill engine {source.engine_id!r}: its source names no address for rank (pp, tp) {missing[0]}, "
@@ -643,17 +647,15 @@ class DecodeCore:
     def _wants(self, prefill: _Prefill, leg: _Leg) -> tuple[wire.Want, ...]:
         """What to ask of this rank of prefill, and from now on to expect of it."""
         places = {place.group: place for place in leg.receive.places}
-        own_sizes = self._identity.block_sizes_tokens
-        totals = dict(zip(own_sizes, self._totals, strict=True))
         wants: list[wire.Want] = []
         for number, held in enumerate(prefill.holdings):
-            place, ours = places.get(held.group), self._layers.get(held.group, set())
+            place, ours = places.get(held.group), self._layers.get(held.group, {})
             common = [layer in ours for layer in held.layers]
             if place is None or not any(common):
                 continue
-            if not written_heads(prefill.share.tp, self._identity.share.tp, totals[held.group]):
+            if not written_heads(prefill.share.tp, self._identity.share.tp, self._totals[held.group]):
                 continue
-            terms = group_terms(held.group, held.block_size_tokens, own_sizes[held.group])
+            terms = group_terms(held.group, held.block_size_tokens, self._block_sizes_tokens[held.group])
             first_slot, num_slots = slot_range(place.first_block, len(place.block_ids), place.num_tokens, terms)
             if number not in leg.arrivals:  # asked again on a new link, what has arrived stays
                 leg.arrivals[number] = arrivals = Arrivals(len(common), first_slot, num_slots)
@@ -673,7 +675,7 @@ class DecodeCore:
             for held in leg.holdings:
                 for layer in held.layers:
                     stages.setdefault((held.group, layer), set()).add(leg.rank[0])
-        ours = [(place.group, layer) for place in receive.places for layer in sorted(self._layers[place.group])]
+        ours = [(place.group, layer) for place in receive.places for layer in self._layers[place.group]]
         missing = [repr(layer) for group, layer in ours if (group, layer) not in stages]
         double = [repr(layer) for group, layer in ours if len(stages.get((group, layer), ())) > 1]
         for what, layers in (("no stage of it holds", missing), ("more than one stage of it holds", double)):

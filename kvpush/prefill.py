@@ -177,9 +177,7 @@ class PrefillCore:
             self._endings.give_up(push, cause, now_s)
             return self._outbox.take()
         if self._registrations.waiting_for(transfer_id):
-            self._registrations.end_transfer(
-                transfer_id, FailureCode.cancelled_by_caller, cause.reason, now_s, silent=None
-            )
+            self._registrations.end_transfer(transfer_id, FailureCode.cancelled_by_caller, cause.reason, now_s)
         elif self._tombstones.find(transfer_id, now_s) is None:
             tombstone = Tombstone(FailureCode.cancelled_by_caller, cause.reason, is_push_awaited=True)
             self._tombstones.bury(transfer_id, tombstone, now_s)
@@ -205,7 +203,7 @@ class PrefillCore:
         self._registrations.shut(f"prefill engine {self._identity.engine_id!r} takes no new work")
         reason = f"prefill engine {self._identity.engine_id!r} is draining"
         for transfer_id in self._registrations.transfer_ids():
-            self._registrations.end_transfer(transfer_id, FailureCode.closing, reason, now_s, silent=None)
+            self._registrations.end_transfer(transfer_id, FailureCode.closing, reason, now_s)
 
     def close(self, now_s: float) -> list[Effect]:
         """End everything. Pushes with a WRITE in flight drain; the rest ends now."""
@@ -388,7 +386,7 @@ class PrefillCore:
             registration = self._registrations.find(transfer_id, link.rank)
             if registration is not None and registration.link is link:
                 if tell:
-                    self._registrations.end_transfer(transfer_id, code, reason, now_s, silent=None)
+                    self._registrations.end_transfer(transfer_id, code, reason, now_s)
                 else:
                     self._registrations.end(registration)
                     self._registrations.remember_end(registration)
@@ -487,7 +485,9 @@ class PrefillCore:
             cause = Cause(Outcome.cancelled, FailureCode.cancelled_by_peer, message.reason)
             self._endings.give_up(push, cause, now_s)
         else:
-            self._registrations.withdraw(never_came, FailureCode.cancelled_by_peer, message.reason, now_s)
+            self._registrations.end_transfer(
+                transfer_id, FailureCode.cancelled_by_peer, message.reason, now_s, never_came=never_came
+            )
 
     def _owe_drain(self, link: Link, epoch: int) -> bool:
         """Whether a WRITE for this engine's registration may still land: ``Drained`` goes to ``link`` when none may."""
@@ -601,8 +601,7 @@ class PrefillCore:
 
     def _post_next(self, now_s: float, leg: Leg, generation: int) -> bool:
         """Post the next WRITE of the first leg in its line. ``False``: nothing of this line can be posted for now."""
-        pieces = [] if leg.push.cause is not None else leg.next_pieces(self._config.max_write_bytes, self._cut)
-        num_bytes = sum(self._cut.num_bytes(leg, piece) for piece in pieces)
+        pieces, num_bytes = ([], 0) if leg.push.cause is not None else leg.next_pieces(self._cut)
         if not pieces or self._is_worth_waiting(leg, num_bytes):
             self._lines.leave(generation)
             return True
@@ -639,8 +638,8 @@ class PrefillCore:
     def _post(self, leg: Leg, generation: int, pieces: list[Piece], peer: LoadedPeer, now_s: float) -> None:
         """The engine is pinned. The WRITE ends settled, doubted or abandoned: exactly one of them."""
         push, wanted = leg.push, leg.registration
-        num_bytes = sum(peer.len_bytes(piece) for piece in pieces)
-        write = self._writes.post(leg, generation, sum(piece.num_cells for piece in pieces), num_bytes)
+        lengths_bytes = [peer.len_bytes(piece) for piece in pieces]
+        write = self._writes.post(leg, generation, sum(piece.num_cells for piece in pieces), sum(lengths_bytes))
         write_id = write.write_id
         self._timers.cancel(LeaseEnd(push.transfer_id))
         PUSH.fire(push, PushTrigger.write_posted)
@@ -654,7 +653,7 @@ class PrefillCore:
                 )
                 self._settled(write_id, Failure(FailureCode.bad_blocks, reason), now_s)
                 return
-        pieces = [piece for piece in pieces if peer.len_bytes(piece)]
+        pieces = [piece for piece, length_bytes in zip(pieces, lengths_bytes, strict=True) if length_bytes]
         if not pieces:  # layers that this rank of decode does not hold: another one does
             self._settled(write_id, None, now_s)
             return
@@ -848,7 +847,7 @@ class PrefillCore:
             case RegistrationEnd(transfer_id):
                 self.counters["registrations_expired"] += 1
                 reason = f"transfer {transfer_id!r}: nothing was pushed before the registration's deadline"
-                self._registrations.end_transfer(transfer_id, FailureCode.deadline, reason, now_s, silent=None)
+                self._registrations.end_transfer(transfer_id, FailureCode.deadline, reason, now_s)
             case Stall(write_id):
                 self._stalled(write_id, now_s)
             case HoldEnd(push):
@@ -884,11 +883,6 @@ class PrefillCore:
             self._absorb(self._registry.settle(write.generation, ok=False), now_s)
 
     # --- small things ------------------------------------------------------------------------------------------------
-
-    @property
-    def num_in_flight(self) -> int:
-        """WRITEs that are posted and not settled."""
-        return len(self._writes)
 
     @property
     def num_pushes(self) -> int:

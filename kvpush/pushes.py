@@ -247,18 +247,19 @@ class Leg:
                 self.covered_cells += piece.num_cells
                 self.pieces.extend(piece.sliced(cut.max_slots(held, terms, len(layers))))
 
-    def next_pieces(self, max_bytes: int, cut: Cut) -> list[Piece]:
-        """Those that are computed, from the first on, for one WRITE: at least one, then as many as fit."""
+    def next_pieces(self, cut: Cut) -> tuple[list[Piece], int]:
+        """Those that are computed, from the first on, for one WRITE, and their bytes: one, then as many as fit."""
         taken: list[Piece] = []
-        num_bytes = 0
+        taken_bytes = 0
         for piece in self.pieces:
             if self.push.chunks[piece.chunk].is_fenced:
                 continue
-            num_bytes += cut.num_bytes(self, piece)
-            if taken and (num_bytes > max_bytes or len(taken) == wire.MAX_SPANS):
+            num_bytes = cut.num_bytes(self, piece)
+            if taken and (taken_bytes + num_bytes > cut.max_write_bytes or len(taken) == wire.MAX_SPANS):
                 break
             taken.append(piece)
-        return taken
+            taken_bytes += num_bytes
+        return taken, taken_bytes
 
     def shortage(self) -> str | None:
         """Prefill must hold everything that decode asks for; known once the last chunk is there."""

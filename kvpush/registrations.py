@@ -35,9 +35,8 @@ class Registrations:
         self._waiting: dict[str, dict[Rank, Registration]] = {}
         self._num_waiting = 0
         self._num_blocks = 0  # block ids in all that were admitted and have not ended
-        self._owners: OrderedDict[str, str] = (
-            OrderedDict()
-        )  # transfer id -> the engine that its registration ended with
+        # transfer id -> the engine that its registration ended with
+        self._owners: OrderedDict[str, str] = OrderedDict()
         self._closed = ""  # why no new transfer is taken
 
     def shut(self, why: str) -> None:
@@ -98,25 +97,28 @@ class Registrations:
         return registrations
 
     def end_transfer(
-        self, transfer_id: str, code: FailureCode, reason: str, now_s: float, *, silent: Registration | None
+        self,
+        transfer_id: str,
+        code: FailureCode,
+        reason: str,
+        now_s: float,
+        *,
+        silent: Registration | None = None,
+        never_came: Registration | None = None,
     ) -> None:
         """A transfer that waits ends, and the push that may still come ends with it. Decode is told on each of its
-        ranks but ``silent``, which asked for it and is answered otherwise."""
+        ranks but ``silent``, which asked for it and is answered otherwise. ``never_came``: of a rank that will not
+        register after all."""
         registrations = self.waiting_for(transfer_id)
         for registration in registrations:
             self.end(registration)
             if registration is not silent:
                 self._outbox.send_failed(registration, as_decode_sees_it(code), reason)
+        if never_came is not None:
+            registrations.append(never_came)
         if code not in _LEAVE_THE_PUSH_ALONE:
             tombstone = tombstone_of(registrations, code, reason, is_push_awaited=True)
             self._tombstones.bury(transfer_id, tombstone, now_s)
-
-    def withdraw(self, never_came: Registration, code: FailureCode, reason: str, now_s: float) -> None:
-        """A rank of decode will not register after all: the transfer ends for all of its ranks."""
-        transfer_id = never_came.transfer_id
-        registrations = [*self.waiting_for(transfer_id), never_came]
-        self.end_transfer(transfer_id, code, reason, now_s, silent=None)
-        self._tombstones.bury(transfer_id, tombstone_of(registrations, code, reason, is_push_awaited=True), now_s)
 
     def transfer_ids(self) -> list[str]:
         """The transfers that wait for their push, longest first."""

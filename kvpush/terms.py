@@ -66,10 +66,6 @@ class Wanted:
     slots_per_block: int
     highest_block: int  # -1 when there is none
 
-    @property
-    def end_slot(self) -> int:
-        return self.first_slot + self.num_slots
-
     def between(self, first_slot: int, end_slot: int) -> Slots:
         """Where these slots of the transfer go; they are among those that are wanted."""
         return slots_between(

@@ -105,12 +105,6 @@ class Oracle:
         """The writer has seen its end, and asks no more."""
         return self._by_id.pop((source.life, write_id), None)
 
-    def forget_landed(self) -> None:
-        """Drop what is known of WRITEs that are over."""
-        in_flight = set(self._world.fabric.in_flight)
-        for write in [write for write in self.grants if write not in in_flight]:
-            del self.grants[write]
-
     def in_flight(self) -> list[Grant]:
         """Of every WRITE that can still land, abandoned ones included."""
         return [self.grants[write] for write in self._world.fabric.in_flight]

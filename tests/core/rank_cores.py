@@ -50,17 +50,34 @@ class Other:
         self.link = self.identity.agent_name.encode()
 
 
-class Prefill:
-    """A prefill rank's core, and everything that it asked for so far."""
+class _Rank:
+    """What the ranks of both sides have in common."""
 
     def __init__(self, share=ALONE, *, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, **settings):
         self.now_s = 100.0
-        config = make_config(**settings)
+        self.config = make_config(**settings)
         self.tensors, spec, self.geometry = make_cache(share, layers, total_heads, tokens)
-        self.identity = new_identity("p0", spec, self.geometry)
-        self.registry = Registry(config, lambda: self.now_s, random.Random(1))
-        self.core = PrefillCore(self.identity, config, self.registry, self.geometry)
-        self.sent, self.posted, self.events, self.released = [], {}, [], []
+        self.identity = new_identity(self.engine_id, spec, self.geometry)
+        self.registry = Registry(self.config, lambda: self.now_s, random.Random(1))
+        self.sent, self.events = [], []
+
+    def advance(self, seconds):
+        self.now_s += seconds
+        due_s = self.core.next_due_s()
+        while due_s is not None and due_s <= self.now_s:
+            self.do(self.core.tick(self.now_s))
+            due_s = self.core.next_due_s()
+
+
+class Prefill(_Rank):
+    """A prefill rank's core, and everything that it asked for so far."""
+
+    engine_id = "p0"
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.core = PrefillCore(self.identity, self.config, self.registry, self.geometry)
+        self.posted, self.released = {}, []
 
     def do(self, effects):
         for effect in effects:
@@ -123,13 +140,6 @@ class Prefill:
         del self.posted[write_id]
         self.do(self.core.write_settled(write_id, failure, self.now_s))
 
-    def advance(self, seconds):
-        self.now_s += seconds
-        due_s = self.core.next_due_s()
-        while due_s is not None and due_s <= self.now_s:
-            self.do(self.core.tick(self.now_s))
-            due_s = self.core.next_due_s()
-
     def told(self, other, kind):
         """The messages of this kind that this rank was sent."""
         return [message for link, message in self.sent if link == other.link and isinstance(message, kind)]
@@ -160,17 +170,15 @@ def register(transfer_id, epoch, block_ids, *, first_block=0, num_tokens=0, rema
     return wire.Register(transfer_id, epoch, wants, remaining_ms)
 
 
-class Decode:
+class Decode(_Rank):
     """A decode rank's core, and everything that it asked for so far."""
 
-    def __init__(self, share=ALONE, *, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, **settings):
-        self.now_s = 100.0
-        config = make_config(**settings)
-        self.tensors, spec, self.geometry = make_cache(share, layers, total_heads, tokens)
-        self.identity = new_identity("d0", spec, self.geometry)
-        self.registry = Registry(config, lambda: self.now_s, random.Random(1))
-        self.core = decode.DecodeCore(self.identity, b"blob", self.geometry, config, self.registry)
-        self.sent, self.dialled, self.events = [], {}, []
+    engine_id = "d0"
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.core = decode.DecodeCore(self.identity, b"blob", self.geometry, self.config, self.registry)
+        self.dialled = {}
 
     def do(self, effects):
         for effect in effects:
@@ -218,13 +226,6 @@ class Decode:
 
     def loses(self, other, *, refused=False):
         self.do(self.core.link_closed(self.dialled[address_of(other)], "gone", self.now_s, refused=refused))
-
-    def advance(self, seconds):
-        self.now_s += seconds
-        due_s = self.core.next_due_s()
-        while due_s is not None and due_s <= self.now_s:
-            self.do(self.core.tick(self.now_s))
-            due_s = self.core.next_due_s()
 
     def told(self, other, kind):
         link = self.dialled[address_of(other)]

@@ -7,6 +7,8 @@ healed, and then every transfer must come to its end within a bounded time, with
 Every row of the three tables must have been taken in the whole run, apart from those listed as out of reach.
 """
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,28 +18,16 @@ from kvpush import wire
 from kvpush.config import Config
 from kvpush.link import LinkMessage
 from kvpush.prefill import REGISTRATION_GRACE_S
-from kvpush.testing import World
+from kvpush.testing import World, scenario
 from kvpush.testing.checkers import all_checkers
 from kvpush.testing.rows import all_rows, counting_rows
 
-CONFIG = Config(
-    handshake_timeout_s=0.7,
-    handshake_attempts=8,
-    handshake_backoff_min_s=0.1,
-    handshake_backoff_max_s=0.4,
-    heartbeat_interval_s=0.5,
-    liveness_timeout_s=1.6,
-    engine_ttl_s=4,
-    evict_grace_s=3,
-    stall_timeout_s=1.5,
-    hold_timeout_s=4,
-    lease_s=3,
+CONFIG = replace(
+    scenario.CONFIG,
     receive_deadline_s=10,
-    close_timeout_s=1,
-    max_in_flight_bytes=4 * 128,
-    max_write_bytes=2 * 128,
     coalesce_bytes=200,  # one block of a growing push waits for the WRITE before it, two do not
-    max_deferred_per_engine=6,
+    max_tombstones=Config().max_tombstones,
+    tombstone_ttl_s=Config().tombstone_ttl_s,
 )
 BOUND_S = 2 * (CONFIG.receive_deadline_s + CONFIG.hold_timeout_s + CONFIG.lease_s + CONFIG.stall_timeout_s)
 STEPS_S = (0.0, 1.7, 4.2, 0.0003, 0.001, 0.02, 0.3, 1.0, 3.1)

@@ -19,6 +19,10 @@ def want(block_ids, first_block=0, num_tokens=0):
     return wire.Want("kv", first_block, wire.pack_block_ids(np.array(block_ids, dtype=np.int64)), num_tokens)
 
 
+def all_of(wanted):
+    return wanted.between(wanted.first_slot, wanted.first_slot + wanted.num_slots).tolist()
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "slot", "of_prefill", "of_decode"),
     [
@@ -105,17 +109,14 @@ def test_wanted_slots_are_those_of_decodes_blocks_in_order(prefill, decode, bloc
     first_slot, num_slots = slot_range(first_block, len(block_ids), num_tokens, terms)
     per_block = terms.decode_slots_per_block
     assert found.first_slot == first_slot
-    assert (
-        found.between(found.first_slot, found.end_slot).tolist()
-        == [block * per_block + i for block in block_ids for i in range(per_block)][:num_slots]
-    )
+    assert all_of(found) == [block * per_block + i for block in block_ids for i in range(per_block)][:num_slots]
     assert found.highest_block == max(block_ids, default=-1)
 
 
 def test_a_block_that_only_the_cut_off_end_names_is_still_checked():
     """The bound is that of every block that was named, whether or not a token of it is wanted."""
     found = wanted_slots(want([3, 90], num_tokens=16), group_terms("kv", 16, 16))
-    assert found.between(found.first_slot, found.end_slot).tolist() == [3]
+    assert all_of(found) == [3]
     assert found.highest_block == 90
 
 
@@ -143,4 +144,4 @@ def test_rule19_impossible_blocks_are_refused(packed, error, code, what):
 
 def test_the_largest_block_of_the_largest_cache_has_its_slots():
     found = wanted_slots(want([MAX_BLOCKS - 1]), group_terms("kv", 1, 16))
-    assert found.between(found.first_slot, found.end_slot).tolist() == [16 * (MAX_BLOCKS - 1) + i for i in range(16)]
+    assert all_of(found) == [16 * (MAX_BLOCKS - 1) + i for i in range(16)]
