@@ -2,8 +2,8 @@
 
 The push meets a connected engine that has registered for it, and a loop that sleeps: the time to wake the loop's thread
 is part of it. NIXL's part is timed at its own calls. The state machine's part is what the calls into the registry and
-the push's lifecycle take in between, locks, clocks and bookkeeping included, timed in separate pushes so that the
-clock reads of one measurement are not in the other.
+the push's lifecycle take in between, locks, clocks and bookkeeping included. Both that and the stages that a push
+passes are timed in pushes of their own, so that the clock reads of one measurement are not in the other.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ _PAUSE_S = 0.001
 _BLOCK_BYTES = 65536
 _SMALL_BLOCK_BYTES = 1024  # in the sweeps: their subject is not how long bytes take
 _CHUNKED_BLOCKS = 64
+# What a push passes, in order, and after which call each part ends. Times are those of one push, so they add up.
+_STAGES = {
+    "its arguments are checked": "checked",
+    "the loop's thread wakes": "woken",
+    "the core decides": "decided",
+    "indices are made": "indexed",
+    "the WRITE is handed over": "posted",
+}
 WAKE_UP = "waking a thread"
 NIXL = "NIXL's calls"
 
@@ -79,6 +87,7 @@ class _Probe:
         self.nixl = Stopwatch()
         self.fsm = Stopwatch()
         self.fsm_until_posted_ns = 0
+        self.passed_ns: dict[str, int] = {}  # when the last push did
 
     def make_transport(
         self, agent_name: str, kind: MemoryKind, ranges: Sequence[MemoryRange], config: Config
@@ -89,14 +98,41 @@ class _Probe:
     def watch_fsm(self, registry: Registry) -> Callable[[], None]:
         """Time every call that reads or moves a state on the way of a push. Returns how to stop that."""
         watched: list[tuple[Any, str]] = [(registry, "need"), (registry, "pin"), (registry, "settle"), (PUSH, "fire")]
-        for owner, name in watched:
-            setattr(owner, name, self.fsm.around(getattr(owner, name)))
+        return _wrapped({(owner, name): self.fsm.around(getattr(owner, name)) for owner, name in watched})
 
-        def stop() -> None:
-            for owner, name in watched:
-                delattr(owner, name)  # the class's own method shows again
+    def watch_stages(self, pusher: PrefillPusher) -> Callable[[], None]:
+        """Note when a push passes from one part of the code to the next. Returns how to stop that."""
+        loop, core = pusher._loop, pusher._loop._core
+        return _wrapped(
+            {
+                (loop, "submit"): self._passing("checked", loop.submit),
+                (loop, "push"): self._passing("woken", loop.push),
+                (core, "push"): self._passing("decided", core.push, after=True),
+            }
+        )
 
-        return stop
+    def _passing(self, what: str, call: Callable[..., Any], *, after: bool = False) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if not after:
+                self.passed_ns[what] = time.monotonic_ns()
+            result = call(*args, **kwargs)
+            if after:
+                self.passed_ns[what] = time.monotonic_ns()
+            return result
+
+        return noted
+
+
+def _wrapped(calls: dict[tuple[Any, str], Callable[..., Any]]) -> Callable[[], None]:
+    """Put these in place of methods of some objects. Returns how to undo that."""
+    for (owner, name), call in calls.items():
+        setattr(owner, name, call)
+
+    def stop() -> None:
+        for owner, name in calls:
+            delattr(owner, name)  # the class's own method shows again
+
+    return stop
 
 
 class _WatchedTransport(NixlTransport):
@@ -113,6 +149,7 @@ class _WatchedTransport(NixlTransport):
         self, remote: RemoteHandle, local_indices: Indices, remote_indices: Indices, notification: bytes
     ) -> WriteHandle:
         self._probe.fsm_until_posted_ns = self._probe.fsm.total_ns
+        self._probe.passed_ns["indexed"] = time.monotonic_ns()
         return super().post_write(remote, local_indices, remote_indices, notification)
 
 
@@ -134,6 +171,7 @@ class _Taken:
     nixl: Samples
     fsm_posted: Samples
     fsm_whole: Samples
+    stages: dict[str, Samples]  # empty unless they were watched
 
 
 def measure(bench: Bench) -> list[Figure]:
@@ -157,6 +195,11 @@ def _budgets(bench: Bench) -> list[Figure]:
             stop = probe.watch_fsm(pusher._registry)
             try:
                 watched = _take(pusher, bench.decode, probe, case, bench.sizes.own_pushes)
+            finally:
+                stop()
+            stop = probe.watch_stages(pusher)
+            try:
+                stages = _take(pusher, bench.decode, probe, case, bench.sizes.own_pushes).stages
             finally:
                 stop()
             wake_up = Samples.of(limits.wake_ups(bench.sizes.own_pushes, case.pause_s))
@@ -187,6 +230,15 @@ def _budgets(bench: Bench) -> list[Figure]:
                     f"NIXL's part, {what}",
                     taken.nixl,
                     note="make_prepped_xfer() and transfer(); over cma the latter copies the bytes",
+                ),
+                *(
+                    Figure.of_seconds(
+                        f"{stage}, {what}",
+                        samples,
+                        note="the part of kvpush's own time, in pushes of their own, so that the sum of the medians is "
+                        "near the whole and not equal to it",
+                    )
+                    for stage, samples in stages.items()
                 ),
             ]
     return figures
@@ -233,6 +285,7 @@ def _take(
 ) -> _Taken:
     rng = np.random.default_rng(1)
     own, nixl, fsm_posted, fsm_whole = [], [], [], []
+    stages: dict[str, list[float]] = {}
     chunks = np.array_split(np.arange(case.num_blocks), case.num_chunks)
     for batch in range(0, repetitions, batch_size):
         chosen = rng.permutation(case.shape.num_blocks)[: batch_size * case.num_blocks]
@@ -246,6 +299,7 @@ def _take(
             if case.pause_s:
                 time.sleep(case.pause_s)
             nixl_ns, fsm_ns = probe.nixl.total_ns, probe.fsm.total_ns
+            probe.passed_ns.clear()
             begun_ns = time.monotonic_ns()
             for number, (piece, first_block) in enumerate(pieces, 1):
                 pusher.push(transfer_id, piece, first_block=first_block, last=number == len(pieces))
@@ -255,5 +309,25 @@ def _take(
             nixl.append(nixl_ns / 1e9)
             fsm_posted.append((probe.fsm_until_posted_ns - fsm_ns) / 1e9)
             fsm_whole.append((probe.fsm.total_ns - fsm_ns) / 1e9)
+            probe.passed_ns["posted"] = probe.nixl.ended_ns - nixl_ns
+            for stage, duration_s in _durations(begun_ns, probe.passed_ns).items():
+                stages.setdefault(stage, []).append(duration_s)
         decode.result()
-    return _Taken(Samples.of(own), Samples.of(nixl), Samples.of(fsm_posted), Samples.of(fsm_whole))
+    return _Taken(
+        Samples.of(own),
+        Samples.of(nixl),
+        Samples.of(fsm_posted),
+        Samples.of(fsm_whole),
+        {stage: Samples.of(durations_s) for stage, durations_s in stages.items()},
+    )
+
+
+def _durations(begun_ns: int, passed_ns: dict[str, int]) -> dict[str, float]:
+    """Of each stage; empty when they were not watched."""
+    if not passed_ns.keys() >= set(_STAGES.values()):
+        return {}
+    durations_s = {}
+    for stage, end in _STAGES.items():
+        durations_s[stage] = (passed_ns[end] - begun_ns) / 1e9
+        begun_ns = passed_ns[end]
+    return durations_s
