@@ -28,6 +28,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvpush import metadata, wire
 from kvpush.arrivals import Arrivals
 from kvpush.blocks import BlockIds
@@ -71,31 +73,27 @@ _CANCELLED_CODES = (FailureCode.cancelled_by_peer, FailureCode.cancelled_by_call
 # --- effects ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Dial:
+class Dial(msgspec.Struct, frozen=True):
     """Open a connection to ``address`` under this link id, which is never used twice."""
 
     link: LinkId
     address: Address
 
 
-@dataclass(frozen=True, slots=True)
-class HangUp:
+class HangUp(msgspec.Struct, frozen=True):
     """Close the connection; what was sent before may be delivered still. No ``link_closed`` follows."""
 
     link: LinkId
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send ``message`` on ``link``. A link that is gone or full ends: answer with ``link_closed``."""
 
     link: LinkId
     message: wire.ToPrefill
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):
     """Give the caller an event."""
 
     event: ReceiveFinished | BlocksReleased
@@ -242,18 +240,15 @@ class _Prefill:
 
 
 # timer keys
-@dataclass(frozen=True, slots=True)
-class _Deadline:
+class _Deadline(msgspec.Struct, frozen=True):
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Hold:
+class _Hold(msgspec.Struct, frozen=True):
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Beat:
+class _Beat(msgspec.Struct, frozen=True):
     link: LinkId
 
 

@@ -58,11 +58,12 @@ class _PlainEvent(Event):
     """
 
     def trigger(self, model: Any, *args: Any, **kwargs: Any) -> bool:
-        rows = self.transitions.get(model.state.name)
+        rows = self.transitions.get(model.state)  # a StrEnum: equal to its name, by which rows are kept
         if not rows:
             raise MachineError(f"no row for {self.name} from {model.state}")
-        if rows[0].dest is not None:
-            self.machine.set_state(rows[0].dest, model)
+        dest = rows[0].dest
+        if dest is not None:
+            model.state = self.machine.states[dest].value
         return True
 
 

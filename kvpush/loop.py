@@ -15,7 +15,6 @@ between ends it, and then ``healthy()`` is false and :meth:`Loop.died` tells the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -175,8 +174,7 @@ class Loop(ABC):
     def _wake(self) -> None:
         with self._fd_lock:
             if self._wake_fd >= 0:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_write(self._wake_fd, 1)
+                os.eventfd_write(self._wake_fd, 1)  # would block at 2**64 - 1 calls that nobody has answered
 
     # --- what a subclass says; all on the loop thread ---------------------------------------------------------------
 
@@ -278,8 +276,7 @@ class Loop(ABC):
         ready = {socket for socket, _ in self._poller.poll(timeout_ms)}
         if self._wake_fd in ready:
             ready.remove(self._wake_fd)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
+            os.eventfd_read(self._wake_fd)  # would block if anybody else read it
         return ready
 
     def _guarded(self, item: Callable[..., Any], *args: Any) -> Any:

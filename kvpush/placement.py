@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from kvpush.blocks import BlockIds, check_block_ids, slots_of
@@ -20,8 +21,7 @@ from kvpush.layout import CacheGeometry, GroupGeometry, KVCacheSpec
 MAX_POSITION = 2**31 - 1  # positions are uint32 on the wire, and slots are counted in 31 bits
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupBlocks:
+class GroupBlocks(msgspec.Struct, frozen=True, eq=False):
     """Position ``first_block + i`` of a transfer is in block ``block_ids[i]`` of this group, in the tensors' units."""
 
     group: int  # its number in the cache
@@ -59,6 +59,8 @@ class Placement:
 
     def parse(self, block_ids: Any, first_block: Any, *, call: str, unique: bool) -> tuple[GroupBlocks, ...]:
         """Both arguments of ``push()`` and ``expect()``. Raises UsageError naming the group and the value."""
+        if len(self._groups) == 1 and not isinstance(block_ids, Mapping) and not isinstance(first_block, Mapping):
+            return (self._checked(0, block_ids, first_block, call, unique),)
         by_name = self._by_name(block_ids, call)
         firsts = self._first_blocks(first_block, by_name, call)
         return tuple(

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from kvpush import wire
 from kvpush.errors import FailureCode
@@ -27,16 +28,14 @@ class LoadedPeer(Protocol):
         """What writing this piece moves; 0 for layers that the peer does not hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send ``message`` on ``link``. A link that is gone or full ends: answer with ``link_closed``."""
 
     link: LinkId
     message: wire.ToDecode
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPeer:
+class LoadPeer(msgspec.Struct, frozen=True):
     """Load a verified metadata blob and prepare its descriptors."""
 
     engine_id: str
@@ -48,15 +47,13 @@ class LoadPeer:
     geometry: CacheGeometry  # the peer's
 
 
-@dataclass(frozen=True, slots=True)
-class ReleasePeer:
+class ReleasePeer(msgspec.Struct, frozen=True):
     """Unload. Nothing is in flight to it."""
 
     peer: Any
 
 
-@dataclass(frozen=True, slots=True)
-class PostWrite:
+class PostWrite(msgspec.Struct, frozen=True):
     """Post one WRITE of the pieces' cells, as the peer's plan says."""
 
     write_id: int
@@ -65,22 +62,19 @@ class PostWrite:
     notification: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class AbandonWrite:
+class AbandonWrite(msgspec.Struct, frozen=True):
     """Never ask about this WRITE again: then its notification is never sent. Its source may hold other bytes by now."""
 
     write_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):
     """Give the caller an event."""
 
     event: PushFinished | BlocksReleased
 
 
-@dataclass(frozen=True, slots=True)
-class Warn:
+class Warn(msgspec.Struct, frozen=True):
     """Log a warning: somebody must change a configuration."""
 
     text: str

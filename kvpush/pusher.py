@@ -15,9 +15,10 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -52,8 +53,7 @@ class Fence(Protocol):
         """Whether the device has passed it. Called on the loop thread until it says so; must not block."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+class _Chunk(msgspec.Struct, frozen=True, eq=False):
     """What one call brought: blocks by group, and of which layers (a bit for each, by their number in the group)."""
 
     parts: tuple[GroupBlocks, ...]
@@ -76,11 +76,14 @@ class _Chunk:
 
     def for_core(self) -> tuple[Part, ...]:
         return tuple(
-            Part(part.group, _runs(layers), part.first_block, part.block_ids)
-            for part, layers in zip(self.parts, self.layers, strict=True)
+            [
+                Part(part.group, _runs(layers), part.first_block, part.block_ids)
+                for part, layers in zip(self.parts, self.layers, strict=True)
+            ]
         )
 
 
+@lru_cache(maxsize=1024)  # all layers, or one after the other
 def _runs(layers: int) -> tuple[range, ...]:
     """The runs of ones in a bit mask."""
     runs: list[range] = []
@@ -221,12 +224,9 @@ class PrefillPusher(Side[PushFinished, _Account]):
     ) -> None:
         transfer_id = wire.check_id(transfer_id, "transfer_id")
         parts = self._placement.parse(block_ids, first_block, call=call, unique=False)
-        named = {part.group for part in parts}
-        for group, mask in enumerate(layers):
-            if mask and group not in named and layers is not self._all_layers:
-                name = self._placement.name_of(group)
-                raise UsageError(f"{call}: layers of group {name!r} are named, but block_ids has no list for it")
-        chunk = _Chunk(parts, tuple(layers[part.group] for part in parts), bool(last))
+        if layers is not self._all_layers:
+            self._check_groups(call, parts, layers)
+        chunk = _Chunk(parts, tuple([layers[part.group] for part in parts]), bool(last))
         if ready is not None and (isinstance(ready, type) or not callable(getattr(ready, "query", None))):
             raise UsageError(f"{call}: ready={ready!r} has no query(): give a recorded torch.cuda.Event")
         with self._ledger.lock:
@@ -234,6 +234,13 @@ class PrefillPusher(Side[PushFinished, _Account]):
             index = self._admit(transfer_id, chunk)
             if index is not None:
                 self._loop.submit(partial(self._loop.push, transfer_id, chunk, index, ready))
+
+    def _check_groups(self, call: str, parts: tuple[GroupBlocks, ...], layers: tuple[int, ...]) -> None:
+        named = {part.group for part in parts}
+        for group, mask in enumerate(layers):
+            if mask and group not in named:
+                name = self._placement.name_of(group)
+                raise UsageError(f"{call}: layers of group {name!r} are named, but block_ids has no list for it")
 
     def cancel(self, transfer_id: str) -> None:
         """Give up, whatever state the transfer is in, known or not. Its outcome arrives as an event; after the end it

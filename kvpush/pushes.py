@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvpush import wire
 from kvpush.blocks import BlockIds, shared_positions, slots_between
 from kvpush.errors import FailureCode
@@ -49,10 +51,10 @@ class Link:
     # registered over it and not ended, oldest first: a set of strings would end them in another order in every process
     transfer_ids: dict[str, None] = field(default_factory=dict)
     num_blocks: int = 0  # block ids in these registrations
+    rank: Rank = field(init=False)  # told by the Hello
 
-    @property
-    def rank(self) -> Rank:
-        return self.hello.share.rank
+    def __post_init__(self) -> None:
+        self.rank = self.hello.share.rank
 
 
 @dataclass(slots=True, eq=False)
@@ -135,8 +137,7 @@ def as_decode_sees_it(code: FailureCode) -> FailureCode:
     return FailureCode.cancelled_by_peer if code is FailureCode.cancelled_by_caller else code
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class Part(msgspec.Struct, frozen=True, eq=False):
     """What one call brought of one group: position ``first_block + i`` of these layers is in ``block_ids[i]``."""
 
     group: int  # its number in this side's cache
@@ -153,8 +154,7 @@ class Chunk:
     is_fenced: bool  # not computed yet
 
 
-@dataclass(slots=True, eq=False)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, eq=False):
     """Cells of one chunk that go into one WRITE, as soon as the chunk is computed."""
 
     chunk: int
@@ -245,7 +245,8 @@ class Leg:
             for layers in part.layers:
                 piece = Piece(index, part.group, layers, both.start, local, remote)
                 self.covered_cells += piece.num_cells
-                self.pieces.extend(piece.sliced(cut.max_slots(held, terms, len(layers))))
+                max_slots = cut.max_slots(held, terms, len(layers))
+                self.pieces.extend((piece,) if len(local) <= max_slots else piece.sliced(max_slots))
 
     def next_pieces(self, cut: Cut) -> tuple[list[Piece], int]:
         """Those that are computed, from the first on, for one WRITE, and their bytes: one, then as many as fit."""
@@ -371,15 +372,13 @@ class Push:
 # --- what may become due ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnd:
+class LeaseEnd(msgspec.Struct, frozen=True):
     """Of an open push that waits."""
 
     transfer_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class RegistrationEnd:
+class RegistrationEnd(msgspec.Struct, frozen=True):
     """Of a registration that waits for its push."""
 
     transfer_id: str
@@ -387,15 +386,13 @@ class RegistrationEnd:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stall:
+class Stall(msgspec.Struct, frozen=True):
     """Of a WRITE that is tracked."""
 
     write_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class HoldEnd:
+class HoldEnd(msgspec.Struct, frozen=True):
     """Of a push in doubt."""
 
     push: Push

@@ -10,7 +10,7 @@ leave room for those of others. A WRITE that has stalled counts no more: it may 
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvpush import wire
@@ -45,13 +45,13 @@ class Writes:
         self._doubtful: OrderedDict[int, Write] = OrderedDict()
         self._unproven: dict[tuple[str, str, int], Registration] = {}
         self._in_flight_bytes = 0
-        self._bytes_to: Counter[int] = Counter()  # generation -> bytes in flight to it
+        self._bytes_to: dict[int, int] = {}  # generation -> bytes in flight to it
         self._last_write_id = 0
 
     def has_room(self, generation: int, num_bytes: int) -> bool:
         """Whether one more WRITE may be posted now. An engine with nothing in flight may always have one, or a dead or
         busy one would hold up the others."""
-        to_it = self._bytes_to[generation]
+        to_it = self._bytes_to.get(generation, 0)
         is_within = to_it + num_bytes <= self._max_bytes_to_one and self._in_flight_bytes + num_bytes <= self._max_bytes
         return is_within or to_it == 0
 
@@ -61,7 +61,7 @@ class Writes:
         write = Write(self._last_write_id, leg, leg.registration, generation, num_cells, num_bytes, num_bytes)
         self._tracked[write.write_id] = write
         self._in_flight_bytes += num_bytes
-        self._bytes_to[generation] += num_bytes
+        self._bytes_to[generation] = self._bytes_to.get(generation, 0) + num_bytes
         write.registration.num_unproven += 1
         self._unproven[_key(write.registration)] = write.registration
         leg.in_flight.add(write.write_id)
@@ -126,9 +126,11 @@ class Writes:
 
     def _discount(self, write: Write) -> None:
         self._in_flight_bytes -= write.counted_bytes
-        self._bytes_to[write.generation] -= write.counted_bytes
-        if not self._bytes_to[write.generation]:
-            del self._bytes_to[write.generation]
+        left_bytes = self._bytes_to.get(write.generation, 0) - write.counted_bytes
+        if left_bytes:
+            self._bytes_to[write.generation] = left_bytes
+        else:
+            self._bytes_to.pop(write.generation, None)
         write.counted_bytes = 0
 
     def _forget(self, write: Write) -> None:
