@@ -144,6 +144,22 @@ def test_d11_positions_are_counted_and_not_messages():
     assert receive.outcome == "done"
 
 
+def test_d19_what_an_earlier_user_left_in_a_block_neither_ends_a_receive_nor_spoils_it():
+    # no byte of a block says whether it has arrived: only the epoch of a notification does
+    world, prefill, decode = make_connected()
+    earlier = decode.expect("earlier", [7, 8], prefill)
+    prefill.push("earlier", [3, 4])
+    world.run_until(lambda: earlier.is_over, SETTLED_S)
+    receive = decode.expect("t", [8, 7], prefill)  # its blocks hold all that a good transfer would leave there
+    world.advance(SOON_S)
+    notify(decode, prefill, earlier.epoch, (0, 2))
+    assert not receive.is_over
+    assert decode.core.counters["notifications_late"] == 1
+    prefill.push("t", [3, 4])
+    run_to_the_end(world)
+    assert receive.outcome == "done"
+
+
 def test_rule17_junk_notifications_and_messages_are_counted_and_the_next_one_works():
     world, prefill, decode = make_connected()
     agent = prefill.identity.agent_name
