@@ -29,6 +29,7 @@ from kvpush.identity import Identity, mismatch
 from kvpush.layout import CacheGeometry, totals_of
 from kvpush.lifecycle import PUSH, PushState, PushTrigger
 from kvpush.lines import Lines
+from kvpush.links import Links
 from kvpush.namesakes import Namesakes
 from kvpush.parallel import readers
 from kvpush.prefill_effects import (
@@ -90,7 +91,7 @@ class PrefillCore:
         self._config = config
         self._registry = registry
         self._namesakes = Namesakes(config.max_tombstones)
-        self._links: dict[LinkId, Link] = {}
+        self._links = Links()
         self._outbox = Outbox(self._links)
         self._timers: Timers[Due] = Timers()
         self._lines = Lines(config.max_deferred_per_engine)
@@ -186,7 +187,7 @@ class PrefillCore:
     def drop_engine(self, engine_id: str, now_s: float) -> list[Effect]:
         """The operator or router knows that this engine is gone. Unknown ids are fine."""
         reason = f"engine {engine_id!r} was dropped"
-        links = [link for link in self._links.values() if link.hello.engine_id == engine_id]
+        links = self._links.of_engine(engine_id)
         for link in links:
             self._end_registrations(link, FailureCode.engine_dropped, reason, now_s, tell=True)
         for link in links:
@@ -262,7 +263,7 @@ class PrefillCore:
 
     def link_closed(self, link: LinkId, reason: str, now_s: float) -> list[Effect]:
         """The connection is gone. Closing one that is not known is fine."""
-        known = self._links.pop(link, None)
+        known = self._links.remove(link)
         if known is not None:
             self._drop_link(known, reason, now_s)
         return self._outbox.take()
@@ -312,8 +313,8 @@ class PrefillCore:
         engine = (hello.engine_id, hello.share.rank)
         newer = [
             other.hello.incarnation
-            for other in self._links.values()
-            if (other.hello.engine_id, other.rank) == engine and other.hello.incarnation != hello.incarnation
+            for other in self._links.of_engine(hello.engine_id)
+            if other.rank == hello.share.rank and other.hello.incarnation != hello.incarnation
         ]
         if not newer or not self._namesakes.has_been_replaced(engine, hello.incarnation):
             return None
@@ -329,20 +330,20 @@ class PrefillCore:
     def _welcome(self, link: LinkId, hello: wire.Hello, now_s: float) -> None:
         known = self._links.get(link)
         new = known or self._introduced(link, hello)
-        for other in list(self._links.values()):
-            if other.hello.engine_id == hello.engine_id and other.rank == new.rank and other.link != link:
+        for other in self._links.of_engine(hello.engine_id):
+            if other.rank == new.rank and other.link != link:
                 self._supersede_link(other, hello, now_s)
         generation, effects = self._registry.admit(hello.engine_id, hello.incarnation, _shown(link), new.rank)
         self._absorb(effects, now_s)
         self._namesakes.admitted((hello.engine_id, new.rank), hello.incarnation)
-        known = self._links[link] = new
-        known.generation = generation
+        self._links.add(new)
+        new.generation = generation
         ours = self._identity
         self._outbox.send(
-            known, wire.Welcome(ours.engine_id, ours.incarnation, ours.share, ours.holdings, ours.agent_name)
+            new, wire.Welcome(ours.engine_id, ours.incarnation, ours.share, ours.holdings, ours.agent_name)
         )
         if self._config.eager_handshake and self._registry.need(generation) is Need.handshake:
-            self._begin_handshake(known, generation)
+            self._begin_handshake(new, generation)
 
     def _introduced(self, link: LinkId, hello: wire.Hello) -> Link:
         """Raises Incompatible for a rank that has nothing to do with this one."""
@@ -360,7 +361,7 @@ class PrefillCore:
 
     def _supersede_link(self, old: Link, hello: wire.Hello, now_s: float) -> None:
         """The connection came back, or the engine restarted, before the old link's end was noticed."""
-        del self._links[old.link]
+        self._links.remove(old.link)
         if old.hello.incarnation == hello.incarnation:
             self._drop_link(old, "its connection broke and came back", now_s)
         else:  # the registry retires the old incarnation when it admits the new one
@@ -368,7 +369,7 @@ class PrefillCore:
             self._end_registrations(old, FailureCode.peer_restarted, reason, now_s, tell=False)
 
     def _goodbye(self, link: Link, message: wire.Goodbye, now_s: float) -> None:
-        self._links.pop(link.link, None)
+        self._links.remove(link.link)
         reason = f"decode engine {link.hello.engine_id!r} said goodbye: {message.reason}"
         self._end_registrations(link, FailureCode.closing, reason, now_s, tell=False)
         if link.generation is not None:
@@ -805,9 +806,9 @@ class PrefillCore:
     def _went_stale(self, effect: WentStale, now_s: float) -> None:
         """Decide on what waits for this generation: a live link goes on under a new one, everything else fails."""
         self.counters[f"engines_stale_{effect.reason}"] += 1
-        for link in [link for link in self._links.values() if link.generation == effect.generation]:
-            if not effect.link_is_up:
-                del self._links[link.link]
+        for link in self._links.of_engine(effect.engine_id):
+            if link.generation == effect.generation and not effect.link_is_up:
+                self._links.remove(link.link)
                 reason = f"decode engine {effect.engine_id!r} is lost: {effect.detail}"
                 self._end_registrations(link, FailureCode.peer_lost, reason, now_s, tell=False)
         for leg in self._lines.disband(effect.generation):
