@@ -14,16 +14,15 @@ import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvpush import wire
+from kvpush.chunks import Chunk, Chunks
 from kvpush.config import Config
 from kvpush.endpoint import Endpoint, advertised, check_advertised, parse_listen
 from kvpush.errors import Closed, Failure, FailureCode, TransportError, UsageError
@@ -38,7 +37,6 @@ from kvpush.placement import GroupBlocks, Placement
 from kvpush.plan import check_writable
 from kvpush.prefill import PrefillCore
 from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWrite, ReleasePeer, Send, Warn
-from kvpush.pushes import Part
 from kvpush.registry import Clock, Registry
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_setup, check_timeout
 from kvpush.transport import Transport, TransportFactory, WriteHandle
@@ -53,58 +51,7 @@ class Fence(Protocol):
         """Whether the device has passed it. Called on the loop thread until it says so; must not block."""
 
 
-class _Chunk(msgspec.Struct, frozen=True, eq=False):
-    """What one call brought: blocks by group, and of which layers (a bit for each, by their number in the group)."""
-
-    parts: tuple[GroupBlocks, ...]
-    layers: tuple[int, ...]  # one for each part
-    last: bool
-
-    def is_same(self, other: _Chunk) -> bool:
-        if len(self.parts) != len(other.parts) or self.layers != other.layers or self.last != other.last:
-            return False
-        return all(mine.is_same(theirs) for mine, theirs in zip(self.parts, other.parts, strict=True))
-
-    def overlap(self, other: _Chunk) -> tuple[GroupBlocks, GroupBlocks] | None:
-        """Parts of both that name the same position of the same layer."""
-        for mine, my_layers in zip(self.parts, self.layers, strict=True):
-            for theirs, their_layers in zip(other.parts, other.layers, strict=True):
-                meet = mine.group == theirs.group and my_layers & their_layers
-                if meet and mine.first_block < theirs.end_block and theirs.first_block < mine.end_block:
-                    return mine, theirs
-        return None
-
-    def for_core(self) -> tuple[Part, ...]:
-        return tuple(
-            [
-                Part(part.group, _runs(layers), part.first_block, part.block_ids)
-                for part, layers in zip(self.parts, self.layers, strict=True)
-            ]
-        )
-
-
-@lru_cache(maxsize=1024)  # all layers, or one after the other
-def _runs(layers: int) -> tuple[range, ...]:
-    """The runs of ones in a bit mask."""
-    runs: list[range] = []
-    start = 0
-    while layers >> start:
-        start += ((layers >> start) & -(layers >> start)).bit_length() - 1
-        ones = layers >> start
-        length = ((ones + 1) & -(ones + 1)).bit_length() - 1
-        runs.append(range(start, start + length))
-        start += length
-    return tuple(runs)
-
-
-@dataclass(slots=True)
-class _Account:
-    """A transfer that push() took."""
-
-    chunks: list[_Chunk] = field(default_factory=list)
-
-
-class PrefillPusher(Side[PushFinished, _Account]):
+class PrefillPusher(Side[PushFinished, Chunks]):
     """Pushes finished KV blocks into the decode engines that registered for them.
 
     ``kv_caches`` maps layer names to tensors whose axes ``spec.dims`` names. They are registered with NIXL here and
@@ -141,7 +88,7 @@ class PrefillPusher(Side[PushFinished, _Account]):
         endpoint = parse_listen(listen)
         check_advertised(endpoint, advertise)
         registry = Registry(config, clock, random.Random())
-        ledger: Ledger[_Account] = Ledger(f"PrefillPusher {engine_id!r}", config.max_pending_pushes)
+        ledger: Ledger[Chunks] = Ledger(f"PrefillPusher {engine_id!r}", config.max_pending_pushes)
         events: EventQueue[PushFinished] = EventQueue()
         super().__init__(config, engine_id, identity.incarnation, registry, ledger, events)
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
@@ -226,7 +173,7 @@ class PrefillPusher(Side[PushFinished, _Account]):
         parts = self._placement.parse(block_ids, first_block, call=call, unique=False)
         if layers is not self._all_layers:
             self._check_groups(call, parts, layers)
-        chunk = _Chunk(parts, tuple([layers[part.group] for part in parts]), bool(last))
+        chunk = Chunk(parts, tuple([layers[part.group] for part in parts]), bool(last))
         if ready is not None and (isinstance(ready, type) or not callable(getattr(ready, "query", None))):
             raise UsageError(f"{call}: ready={ready!r} has no query(): give a recorded torch.cuda.Event")
         with self._ledger.lock:
@@ -270,40 +217,38 @@ class PrefillPusher(Side[PushFinished, _Account]):
             return False
         return self._loop.idle.wait(wait_s) and bool(self._loop.health())
 
-    def _admit(self, transfer_id: str, chunk: _Chunk) -> int | None:
+    def _admit(self, transfer_id: str, chunk: Chunk) -> int | None:
         """The chunk's index; ``None`` for an identical repetition. Under the ledger's lock."""
         self._ledger.check_open("push")
-        account = self._ledger.find(transfer_id)
-        if account is None:
+        chunks = self._ledger.find(transfer_id)
+        if chunks is None:
             if self._is_draining:
                 raise Closed(f"push: PrefillPusher {self.engine_id!r} is draining and takes no new transfer")
-            account = _Account()
-            self._ledger.open(transfer_id, account, "push")
-        elif any(earlier.is_same(chunk) for earlier in account.chunks):
+            chunks = Chunks()
+            self._ledger.open(transfer_id, chunks, "push")
+        elif chunks.has_same(chunk):
             return None
         else:
-            _check_further(transfer_id, account, chunk)
-        account.chunks.append(chunk)
-        return len(account.chunks) - 1
+            _check_further(transfer_id, chunks, chunk)
+        return chunks.add(chunk)
 
     def __repr__(self) -> str:
         host, port = self.address
         return f"<PrefillPusher {self.engine_id!r} at {host} port {port}: {len(self._registry)} engines>"
 
 
-def _check_further(transfer_id: str, account: _Account, chunk: _Chunk) -> None:
-    if any(earlier.last for earlier in account.chunks):
+def _check_further(transfer_id: str, chunks: Chunks, chunk: Chunk) -> None:
+    if chunks.has_last:
         raise UsageError(
             f"push: transfer {transfer_id!r} has its last chunk already, and this is another one; "
             f"use a new transfer_id, or poll the end of the old one first"
         )
-    for earlier in account.chunks:
-        if (both := chunk.overlap(earlier)) is not None:
-            new, old = both
-            raise UsageError(
-                f"push: transfer {transfer_id!r}: positions {new.first_block} to {new.end_block - 1} overlap "
-                f"{old.first_block} to {old.end_block - 1}, which an earlier chunk named (group {new.name!r})"
-            )
+    if (both := chunks.overlap(chunk)) is not None:
+        new, old = both
+        raise UsageError(
+            f"push: transfer {transfer_id!r}: positions {new.first_block} to {new.end_block - 1} overlap "
+            f"{old.first_block} to {old.end_block - 1}, which an earlier chunk named (group {new.name!r})"
+        )
 
 
 class _PushLoop(Loop):
@@ -316,7 +261,7 @@ class _PushLoop(Loop):
         config: Config,
         clock: Clock,
         registry: Registry,
-        ledger: Ledger[_Account],
+        ledger: Ledger[Chunks],
         events: EventQueue[PushFinished],
         listen: Endpoint,
         transport_factory: TransportFactory,
@@ -337,7 +282,7 @@ class _PushLoop(Loop):
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
-    def push(self, transfer_id: str, chunk: _Chunk, index: int, fence: Fence | None) -> None:
+    def push(self, transfer_id: str, chunk: Chunk, index: int, fence: Fence | None) -> None:
         """Chunk number ``index`` of a transfer."""
         self._perform(
             self._core.push(

@@ -38,6 +38,8 @@ ORDER = [
     "lifecycle",
     "registry",
     "pushes",
+    "links",
+    "chunks",
     "prefill_effects",
     "writes",
     "lines",
