@@ -40,6 +40,12 @@ FIGURES = {
         "1 MiB in 2 chunks",
         "1 MiB in blocks of 4 KiB",
     ],
+    "streaming": [
+        "1 MiB pushed layer by layer, after the last layer",
+        "1 MiB pushed in 4 chunks",
+        "1 MiB pushed layer by layer of 4 chunks",
+        "one of 4 calls of push_layers()",
+    ],
     "fan-out": ["64 x 64 KiB to each of 2 engines"],
     "handshake": ["first push to a new engine", "first push by layers", "first push by blocks"],
     "idle": ["idle CPU, prefill", "idle CPU, decode", "idle CPU of prefill with 2 engines"],

@@ -56,6 +56,8 @@ class Sizes:
     sweep_advertised: tuple[int, ...] = (1_000, 10_000, 100_000)
     sweep_registry: tuple[int, ...] = (10, 100, 1_000)
     sweep_own_blocks: tuple[int, ...] = (1, 16, 256, 2048)
+    stream_layers: int = 32
+    sweep_calls: tuple[int, ...] = (64, 512, 4096)  # of push_layers(), in one transfer
     sweep_megabytes: int = 16  # of one transfer where the size of a block or the number of chunks grows
 
 
@@ -80,6 +82,7 @@ QUICK = replace(
     sweep_block_bytes=(4096, 65536, 1048576),
     sweep_engines=(1, 4, 8),
     sweep_own_blocks=(1, 64, 2048),
+    sweep_calls=(64, 4096),
 )
 
 # enough to see that everything runs; the figures mean nothing
@@ -113,6 +116,8 @@ TINY = replace(
     sweep_advertised=(100, 200),
     sweep_registry=(10,),
     sweep_own_blocks=(1, 2),
+    stream_layers=2,
+    sweep_calls=(2, 4),
     sweep_megabytes=1,
 )
 SIZES = {"full": Sizes(), "quick": QUICK, "tiny": TINY}

@@ -25,6 +25,7 @@ from kvpush.cli.bench import (
     plot,
     progress,
     registry_size,
+    streaming,
     throughput,
 )
 from kvpush.cli.bench.context import SIZES, Bench
@@ -53,6 +54,7 @@ BENCHMARKS = (
     Benchmark("overhead", "kvpush's own time from push() to the posted WRITE", overhead.measure),
     Benchmark("latency", "one block end to end", latency.measure),
     Benchmark("throughput", "many blocks end to end, by blocks, layers, chunks, size of a block", throughput.measure),
+    Benchmark("streaming", "what is left when the last layer is computed; thousands of pieces", streaming.measure),
     Benchmark("fan-out", "one prefill engine to more and more decode engines at once", fan_out.measure),
     Benchmark("handshake", "the first push to a new engine", handshake.measure),
     Benchmark("idle", "CPU time while nothing moves", idle.measure),
