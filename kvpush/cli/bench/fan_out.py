@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
 
+from kvpush.cli.bench import limits
 from kvpush.cli.bench.bare_nixl import BareWriter
 from kvpush.cli.bench.contest import BARE
 from kvpush.cli.bench.context import Bench
@@ -27,13 +29,18 @@ def measure(bench: Bench) -> list[Figure]:
     names = [f"fan {number}" for number in range(most)]
     bare = BareWriter(shape.tensors(fill=True), config)
     try:
-        with connected_pair(shape, config, decode, names[0]) as pusher:
+        with contextlib.ExitStack() as stack:
+            pusher = stack.enter_context(connected_pair(shape, config, decode, names[0]))
             for name in names[1:]:
                 decode.call("open", name, shape, config, True)
                 connect(pusher, decode, name)
             remotes = [bare.connect(*decode.call("open_bare", name, config)) for name in names]
+            all_bytes = most * shape.num_bytes
+            stream = stack.enter_context(limits.TcpSource(decode.call("open_sink", all_bytes), all_bytes))
             for count in bench.points(bench.sizes.sweep_engines, "engines at once"):
-                through_kvpush, through_bare = [], []
+                num_bytes = count * shape.num_bytes
+                copy = limits.copier(num_bytes, bench.device)
+                through_kvpush, through_bare, streamed, copied = [], [], [], []
                 for repetition in range(-1, bench.sizes.points):
                     local_ids, remote_ids = rng.permutation(_BLOCKS), rng.permutation(_BLOCKS)
                     for name in names[:count]:
@@ -51,16 +58,28 @@ def measure(bench: Bench) -> list[Figure]:
                     time.sleep(_READY_S)
                     begun_ns = bare.write(writes)
                     bare_s = (decode.result() - begun_ns) / 1e9
+
+                    decode.start("await_stream", num_bytes)
+                    time.sleep(_READY_S)
+                    begun_ns = stream.send(num_bytes)
+                    stream_s = (decode.result() - begun_ns) / 1e9
+                    copy_s = copy()
                     if repetition >= 0:
                         through_kvpush.append(kvpush_s)
                         through_bare.append(bare_s)
+                        streamed.append(stream_s)
+                        copied.append(copy_s)
                 figures.append(
                     Figure.against(
                         f"{_BLOCKS} x 64 KiB to each of {count} engine{'s' if count > 1 else ''}",
                         Samples.of(through_kvpush),
                         BARE,
                         Samples.of(through_bare),
-                        num_bytes=count * shape.num_bytes,
+                        num_bytes=num_bytes,
+                        beside={
+                            limits.STREAM: Samples.of(streamed).median,
+                            limits.MEMCPY: Samples.of(copied).median,
+                        },
                         note="from the first push() until the last engine has its ReceiveFinished; the bare loop posts "
                         "a WRITE to each, then waits for all",
                         series="the same 4 MiB to each, by number of engines",
@@ -68,6 +87,7 @@ def measure(bench: Bench) -> list[Figure]:
                         x_name="engines",
                     )
                 )
+            decode.call("shut_sink")
             for name in names[1:]:
                 decode.call("shut", name)
     finally:
