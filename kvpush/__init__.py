@@ -16,6 +16,7 @@ from kvpush.errors import (
     KvpushError,
     QueueFull,
     RemoteProtocolError,
+    TransferEnded,
     TransportError,
     UsageError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "RemoteProtocolError",
     "StaleReason",
     "State",
+    "TransferEnded",
     "Transition",
     "TransportError",
     "UsageError",

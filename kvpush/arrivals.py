@@ -44,3 +44,16 @@ class Arrivals:
         self.num_missing -= new * (self.num_layers if is_compact else 1)
         window[:] = True
         return True
+
+    def first_missing(self) -> tuple[list[int], range] | None:
+        """Layers, and the first run of slots that is missing in just these; ``None`` when nothing is missing."""
+        missing = ~self._arrived
+        somewhere = missing.any(axis=0)
+        if not somewhere.any():
+            return None
+        start = int(somewhere.argmax())
+        differs = (missing[:, start:] != missing[:, start : start + 1]).any(axis=0)
+        length = int(differs.argmax()) if differs.any() else self.num_slots - start
+        is_compact = len(missing) < self.num_layers
+        layers = range(self.num_layers) if is_compact else np.flatnonzero(missing[:, start]).tolist()
+        return list(layers), range(self.first_slot + start, self.first_slot + start + length)

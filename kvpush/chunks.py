@@ -6,6 +6,7 @@ Chunked prefill makes tens of chunks, layer by layer thousands: what is known of
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from functools import lru_cache
 
 import msgspec
@@ -77,6 +78,11 @@ class Chunks:
                     return part, earlier
         return None
 
+    def runs(self) -> dict[tuple[int, int], list[range]]:
+        """The positions that have been named, by group and layers."""
+        self._sort()
+        return {key: named.runs() for key, named in self._by_layers.items()}
+
     def _sort(self) -> None:
         for chunk in self._unsorted:
             is_empty = True
@@ -108,6 +114,15 @@ class _Positions:
         self._parts.insert(at, part)
         self._chunks.insert(at, chunk)
 
+    def runs(self) -> list[range]:
+        runs: list[range] = []
+        for part in self._parts:
+            if runs and runs[-1].stop == part.first_block:
+                runs[-1] = range(runs[-1].start, part.end_block)
+            else:
+                runs.append(range(part.first_block, part.end_block))
+        return runs
+
     def beginning_at(self, first_block: int) -> Chunk | None:
         at = bisect_left(self._firsts, first_block)
         return self._chunks[at] if at < len(self._firsts) and self._firsts[at] == first_block else None
@@ -117,6 +132,47 @@ class _Positions:
         at = bisect_left(self._firsts, part.end_block)
         earlier = self._parts[at - 1] if at else None
         return earlier if earlier is not None and earlier.end_block > part.first_block else None
+
+
+class CutShort:
+    """What was pushed of transfers that ended before their last chunk, and how they ended. Bounded in number and time.
+
+    It tells a chunk that goes on with such a transfer, because its caller has not looked yet, from the first chunk of
+    another attempt under the same id: that one begins where the last one began.
+    """
+
+    def __init__(self, limit: int, ttl_s: float) -> None:
+        self._limit = limit
+        self._ttl_s = ttl_s
+        self._ended: OrderedDict[str, tuple[dict[tuple[int, int], list[range]], str, float]] = OrderedDict()
+
+    def note(self, transfer_id: str, chunks: Chunks, how: str, now_s: float) -> None:
+        """It has ended, and its caller knows."""
+        self._ended[transfer_id] = chunks.runs(), how, now_s + self._ttl_s
+        self._ended.move_to_end(transfer_id)
+        while len(self._ended) > self._limit:
+            self._ended.popitem(last=False)
+
+    def continued(self, transfer_id: str, chunk: Chunk, now_s: float) -> str | None:
+        """How the transfer ended that this chunk goes on with; ``None`` when it begins one, which is forgotten here."""
+        runs, how, until_s = self._ended.get(transfer_id, ({}, "", now_s))
+        is_new = until_s <= now_s or any(
+            group == part.group and named & layers and _meet(run, part)
+            for part, layers in zip(chunk.parts, chunk.layers, strict=True)
+            for (group, named), listed in runs.items()
+            for run in listed
+        )
+        if not is_new:
+            return how
+        self._ended.pop(transfer_id, None)
+        return None
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+
+def _meet(run: range, part: GroupBlocks) -> bool:
+    return run.start < part.end_block and part.first_block < run.stop
 
 
 @lru_cache(maxsize=1024)  # all layers, or one after the other

@@ -625,18 +625,21 @@ class DecodeCore:
         except Incompatible as exc:
             self._end(receive, Outcome.failed, exc.code, exc.reason, now_s)
             return
+        leg.holdings = prefill.holdings
+        if (
+            defect := self._coverage_defect(receive)
+        ) is not None:  # before this rank is asked, which would call it done
+            self._end(receive, Outcome.failed, FailureCode.incompatible, defect, now_s)
+            return
         if self._registry.pin(prefill.generation) is None:
             return
         leg.pinned = prefill.generation
         leg.registered_with = prefill.incarnation
         leg.writer_agent = prefill.agent_name
-        leg.holdings = prefill.holdings
         self._out.append(Send(prefill.link, self._registration(receive, wants, now_s)))
         if leg.num_missing == 0:  # it has none of our layers, or of the groups that this transfer has blocks in
             self._leave(leg, now_s, is_confirmed=False)
-        if (defect := self._coverage_defect(receive)) is not None:
-            self._end(receive, Outcome.failed, FailureCode.incompatible, defect, now_s)
-        elif receive.is_complete:
+        if receive.is_complete:
             self._complete(receive, now_s)
 
     def _wants(self, prefill: _Prefill, leg: _Leg) -> tuple[wire.Want, ...]:

@@ -58,6 +58,7 @@ class Endings:
         self._lines = lines
         self._outbox = outbox
         self._counters = counters
+        self._refused: tuple[str, str, float] | None = None  # engine id, reason, when: the last one
 
     def expire(self, push: Push, now_s: float) -> None:
         """Its lease has ended while it waited."""
@@ -75,7 +76,7 @@ class Endings:
         if not push.legs:
             engine_id = self._registrations.last_owner(push.transfer_id)
             if engine_id is None:
-                return "no decode engine has registered for it"
+                return "no decode engine has registered for it" + self._refused_since(push.opened_s)
             return f"its registration had ended with its decode engine: {self._registry.describe(engine_id)}"
         if not push.is_complete:
             missing = ", ".join(map(str, sorted(push.readers - push.legs.keys())[:8]))
@@ -83,6 +84,16 @@ class Endings:
         waiting = [leg.registration for leg in push.legs.values() if not leg.is_served]
         states = "; ".join(self._registry.describe(each.engine_id, each.rank) for each in waiting[:4])
         return f"it could not be written: {states}"
+
+    def note_refused(self, engine_id: str, reason: str, now_s: float) -> None:
+        """A decode engine was not let in: what waits in vain may have waited for it."""
+        self._refused = (engine_id, reason, now_s)
+
+    def _refused_since(self, opened_s: float) -> str:
+        if self._refused is None or self._refused[2] < opened_s:
+            return ""
+        engine_id, reason, _ = self._refused
+        return f"; decode engine {engine_id!r} was refused meanwhile: {reason}"
 
     def give_up(self, push: Push, cause: Cause, now_s: float) -> None:
         """End a push for ``cause``, unless it is ending already: the first root cause stays."""

@@ -78,6 +78,10 @@ class Closed(UsageError):
     """The pusher or receiver is closed or draining. Make a new one."""
 
 
+class TransferEnded(UsageError):
+    """A push goes on that has ended, and whose end has been polled. The chunk was not taken: drop the rest of them."""
+
+
 class IllegalTransition(UsageError):
     """A trigger that the lifecycle's table does not allow in this state. The state is unchanged."""
 

@@ -1,6 +1,6 @@
-"""A Prometheus collector over one pusher or receiver. Needs the extra ``kvpush[metrics]``.
+"""A Prometheus collector over the pushers and receivers of a process. Needs the extra ``kvpush[metrics]``.
 
-    registry.register(KvpushCollector(pusher))
+    registry.register(KvpushCollector(pusher, receiver))
 
 Nothing is counted here: a scrape reads ``stats()`` and ``engines()``. It may take up to a second when the loop hangs,
 and then reports ``kvpush_healthy 0`` and no counters rather than old ones.
@@ -15,9 +15,11 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvpush.errors import ConfigurationError
 from kvpush.lifecycle import State
 from kvpush.side import Side
 
+LABELS = ("engine", "rank")
 GAUGES: dict[str, str] = {
     "links": "control links that are up",
     "pushes_open": "pushes without an outcome, and those whose blocks are held",
@@ -39,30 +41,54 @@ GAUGES: dict[str, str] = {
 
 
 class KvpushCollector(Collector):
-    """Exports one side. Its metrics carry the engine's id as the label ``engine``."""
+    """Exports the pushers and receivers of one process. Their metrics carry the engine's id as the label ``engine``.
 
-    def __init__(self, side: Side[Any, Any]) -> None:
-        self._side = side
+    One collector for all of them: Prometheus wants every metric once, whoever has it. Two sides with one id are told
+    apart by the label ``rank`` (``pp.tp``), which is theirs in the engine.
+    """
+
+    def __init__(self, *sides: Side[Any, Any]) -> None:
+        """Raises ConfigurationError for two sides that no label tells apart."""
+        self._sides = {(side.engine_id, f"{side.rank[0]}.{side.rank[1]}"): side for side in sides}
+        if not sides or len(self._sides) < len(sides):
+            raise ConfigurationError(
+                f"KvpushCollector takes the pushers and receivers of a process, each with an engine id and rank of its "
+                f"own, and not {[side.engine_id for side in sides]}"
+            )
 
     def collect(self) -> Iterator[Metric]:
         """Called by Prometheus' client for every scrape, on its thread."""
-        engine_id = self._side.engine_id
-        yield _gauge("kvpush_healthy", "1 while the loop turns", engine_id, int(bool(self._side.healthy())))
-        for name, value in sorted(self._side.stats().items()):
-            if name in GAUGES:
-                yield _gauge(f"kvpush_{name}", GAUGES[name], engine_id, value)
-            else:
-                counter = CounterMetricFamily(f"kvpush_{name}", name.replace("_", " "), labels=["engine"])
-                counter.add_metric([engine_id], value)
-                yield counter
-        states = Tally(snapshot.state for snapshot in self._side.engines())
-        remote = GaugeMetricFamily("kvpush_remote_engines", "remote engines by state", labels=["engine", "state"])
-        for state in State:
-            remote.add_metric([engine_id, state], states[state])
+        gauges = _Families(GaugeMetricFamily, [*LABELS])
+        counters = _Families(CounterMetricFamily, [*LABELS])
+        remote = GaugeMetricFamily("kvpush_remote_engines", "remote engines by state", labels=[*LABELS, "state"])
+        for labels, side in self._sides.items():
+            gauges.add("kvpush_healthy", "1 while the loop turns", labels, int(bool(side.healthy())))
+            for name, value in sorted(side.stats().items()):
+                if name in GAUGES:
+                    gauges.add(f"kvpush_{name}", GAUGES[name], labels, value)
+                else:
+                    counters.add(f"kvpush_{name}", name.replace("_", " "), labels, value)
+            states = Tally(snapshot.state for snapshot in side.engines())
+            for state in State:
+                remote.add_metric([*labels, state], states[state])
+        yield from gauges
+        yield from counters
         yield remote
 
 
-def _gauge(name: str, meaning: str, engine_id: str, value: int) -> GaugeMetricFamily:
-    gauge = GaugeMetricFamily(name, meaning, labels=["engine"])
-    gauge.add_metric([engine_id], value)
-    return gauge
+class _Families:
+    """Metrics of one kind by name, with a sample from each side that has it."""
+
+    def __init__(self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], labels: list[str]) -> None:
+        self._kind = kind
+        self._labels = labels
+        self._by_name: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+
+    def add(self, name: str, meaning: str, labels: tuple[str, str], value: int) -> None:
+        family = self._by_name.get(name)
+        if family is None:
+            family = self._by_name[name] = self._kind(name, meaning, labels=self._labels)
+        family.add_metric(labels, value)
+
+    def __iter__(self) -> Iterator[Metric]:
+        return iter(self._by_name.values())

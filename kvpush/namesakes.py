@@ -13,8 +13,6 @@ from collections import OrderedDict
 
 Engine = tuple[str, tuple[int, int]]  # engine id and rank (pp, tp)
 
-WARN_INTERVAL_S = 60.0  # between two warnings about one id
-
 
 class Namesakes:
     """Who took whose place, in a bounded memory."""
@@ -24,7 +22,6 @@ class Namesakes:
         self._limit = limit
         self._newest: OrderedDict[Engine, str] = OrderedDict()
         self._replaced: OrderedDict[tuple[Engine, str], None] = OrderedDict()
-        self._warned_s: OrderedDict[Engine, float] = OrderedDict()
 
     def admitted(self, engine: Engine, incarnation: str) -> None:
         """This incarnation has the id now, whoever had it before."""
@@ -41,14 +38,3 @@ class Namesakes:
     def has_been_replaced(self, engine: Engine, incarnation: str) -> bool:
         """Whether another incarnation took this one's place, so that its Hello tells of two living processes."""
         return (engine, incarnation) in self._replaced
-
-    def is_warning_due(self, engine: Engine, now_s: float) -> bool:
-        """Whether it is time for another warning about this id. Asking counts as one."""
-        last_s = self._warned_s.get(engine)
-        if last_s is not None and now_s < last_s + WARN_INTERVAL_S:
-            return False
-        self._warned_s[engine] = now_s
-        self._warned_s.move_to_end(engine)
-        if len(self._warned_s) > self._limit:
-            self._warned_s.popitem(last=False)
-        return True

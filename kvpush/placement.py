@@ -44,6 +44,7 @@ class _Group:
     name: str
     num_blocks: int  # as the caller counts them
     kernel_blocks: int  # of the tensors, in one of the caller's
+    kernel_size_tokens: int  # of one of those; 0 where blocks are no tokens
 
 
 class Placement:
@@ -74,6 +75,13 @@ class Placement:
     def num_blocks(self, parts: Sequence[GroupBlocks]) -> int:
         """How many they are, as the caller counts them."""
         return sum(len(part.block_ids) // self._groups[part.group].kernel_blocks for part in parts)
+
+    def last_block_begins_at(self, part: GroupBlocks) -> int:
+        """The token with which the last of these blocks begins, as the caller counts blocks; -1 when there is none."""
+        group = self._groups[part.group]
+        if not len(part.block_ids) or not group.kernel_size_tokens:
+            return -1
+        return (part.end_block - group.kernel_blocks) * group.kernel_size_tokens
 
     def _by_name(self, block_ids: Any, call: str) -> dict[str, Any]:
         if not isinstance(block_ids, Mapping):
@@ -109,7 +117,7 @@ class Placement:
 def _group_of(group: GroupGeometry, block_size_tokens: int | None) -> _Group:
     kernel_size_tokens = group.block_size_tokens
     if block_size_tokens is None or group.is_opaque:
-        return _Group(group.name, group.num_blocks, 1)
+        return _Group(group.name, group.num_blocks, 1, 0 if group.is_opaque else kernel_size_tokens)
     if block_size_tokens % kernel_size_tokens:
         raise ConfigurationError(
             f"block_size_tokens={block_size_tokens}: the tensors of group {group.name!r} have blocks of "
@@ -121,7 +129,7 @@ def _group_of(group: GroupGeometry, block_size_tokens: int | None) -> _Group:
             f"block_size_tokens={block_size_tokens}: the tensors of group {group.name!r} have "
             f"{group.num_blocks} blocks of {kernel_size_tokens} tokens, which is less than one block"
         )
-    return _Group(group.name, group.num_blocks // ratio, ratio)
+    return _Group(group.name, group.num_blocks // ratio, ratio, kernel_size_tokens)
 
 
 def _checked_position(first_block: Any, num_blocks: int, kernel_blocks: int, what: str) -> int:

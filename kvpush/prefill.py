@@ -62,6 +62,7 @@ from kvpush.pushes import (
     RegistrationEnd,
     Stall,
 )
+from kvpush.rarely import Rarely
 from kvpush.registrations import Registrations
 from kvpush.registry import (
     Evicted,
@@ -91,6 +92,7 @@ class PrefillCore:
         self._config = config
         self._registry = registry
         self._namesakes = Namesakes(config.max_tombstones)
+        self._rarely = Rarely()
         self._links = Links()
         self._outbox = Outbox(self._links)
         self._timers: Timers[Due] = Timers()
@@ -296,7 +298,7 @@ class PrefillCore:
             refusal: Failure | None = Failure(FailureCode.malformed, reason)
         else:
             refusal = mismatch(self._identity, hello)
-        refusal = refusal or self._refusal_of_namesake(hello, now_s)
+        refusal = refusal or self._refusal_of_namesake(hello)
         if refusal is None:
             try:
                 self._welcome(link, hello, now_s)
@@ -306,9 +308,12 @@ class PrefillCore:
                 refusal = exc
         if refusal is not None:
             self.counters[f"hellos_refused_{refusal.code}"] += 1
+            self._endings.note_refused(hello.engine_id, refusal.reason, now_s)
+            if self._rarely.is_due((hello.engine_id, hello.share.rank, refusal.code), now_s):
+                self._outbox.add(Warn(f"refused decode engine {hello.engine_id!r} ({refusal.code}): {refusal.reason}"))
             self._outbox.add(Send(link, wire.Refused(refusal.code, wire.clip_reason(refusal.reason))))
 
-    def _refusal_of_namesake(self, hello: wire.Hello, now_s: float) -> Failure | None:
+    def _refusal_of_namesake(self, hello: wire.Hello) -> Failure | None:
         """An incarnation whose place was taken is back, and whoever took it is still linked: two processes live."""
         engine = (hello.engine_id, hello.share.rank)
         newer = [
@@ -319,13 +324,11 @@ class PrefillCore:
         if not newer or not self._namesakes.has_been_replaced(engine, hello.incarnation):
             return None
         self.counters["namesakes_refused"] += 1
-        reason = (
+        return Failure(
+            FailureCode.superseded,
             f"two living processes call themselves engine {hello.engine_id!r}: incarnation {hello.incarnation}, "
-            f"superseded by {newer[0]}, came back; engine ids must be unique"
+            f"superseded by {newer[0]}, came back; engine ids must be unique",
         )
-        if self._namesakes.is_warning_due(engine, now_s):
-            self._outbox.add(Warn(reason))
-        return Failure(FailureCode.superseded, reason)
 
     def _welcome(self, link: LinkId, hello: wire.Hello, now_s: float) -> None:
         known = self._links.get(link)
@@ -534,7 +537,7 @@ class PrefillCore:
         """Take a push as far as it can go now."""
         assert push.cause is None, "an ending push does not advance"
         legs = list(push.legs.values())
-        shortage = next((short for leg in legs if (short := leg.shortage()) is not None), None)
+        shortage = next((short for leg in legs if (short := leg.shortage(self._cut)) is not None), None)
         if shortage is not None:
             self._endings.give_up(push, Cause(Outcome.failed, FailureCode.bad_blocks, shortage), now_s)
         elif push.is_last_known and push.is_served:
@@ -912,7 +915,12 @@ class PrefillCore:
 def held_groups(geometry: CacheGeometry) -> tuple[HeldGroup, ...]:
     """What a rank holds, by group number."""
     return tuple(
-        HeldGroup(group.name, len(group.layers), group.block_size_tokens, group.block_len_bytes // len(group.layers))
+        HeldGroup(
+            group.name,
+            tuple(layer.name for layer in group.layers),
+            group.block_size_tokens,
+            group.block_len_bytes // len(group.layers),
+        )
         for group in geometry.groups
     )
 

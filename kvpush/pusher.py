@@ -22,10 +22,10 @@ import numpy.typing as npt
 import torch
 
 from kvpush import wire
-from kvpush.chunks import Chunk, Chunks
+from kvpush.chunks import Chunk, Chunks, CutShort
 from kvpush.config import Config
 from kvpush.endpoint import Endpoint, advertised, check_advertised, parse_listen
-from kvpush.errors import Closed, Failure, FailureCode, TransportError, UsageError
+from kvpush.errors import Closed, Failure, FailureCode, TransferEnded, TransportError, UsageError
 from kvpush.events import BlocksReleased, Outcome, PushFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
@@ -90,7 +90,7 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         registry = Registry(config, clock, random.Random())
         ledger: Ledger[Chunks] = Ledger(f"PrefillPusher {engine_id!r}", config.max_pending_pushes)
         events: EventQueue[PushFinished] = EventQueue()
-        super().__init__(config, engine_id, identity.incarnation, registry, ledger, events)
+        super().__init__(config, engine_id, identity.incarnation, identity.rank, registry, ledger, events)
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
         self._placement = placement
         self._layers = {
@@ -100,6 +100,8 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         }
         self._all_layers = tuple((1 << len(group.layers)) - 1 for group in geometry.groups)
         self._is_draining = False
+        self._clock = clock
+        self._cut_short = CutShort(config.max_tombstones, config.tombstone_ttl_s)  # guarded by the ledger's lock
         self._loop = _PushLoop(identity, geometry, config, clock, registry, ledger, events, endpoint, transport_factory)
         self._run(self._loop)
         self.address: tuple[str, int] = advertised(self._loop.bound, advertise).address
@@ -116,16 +118,18 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         """Position ``first_block + i`` of this transfer's KV is final in local block ``block_ids[i]``, in every layer.
 
         With ``last=False`` more calls follow (chunked prefill), in any order of positions, over positions that no chunk
-        named before; ``last=True`` belongs to the last *call*. ``ready``, a recorded ``torch.cuda.Event``, delays the
-        WRITE until the device has passed it. An identical repetition of a chunk is folded into the first.
+        named before; ``last=True`` belongs to the last *call*, which may bring no block. ``ready``, a recorded
+        ``torch.cuda.Event``, delays the WRITE until the device has passed it. An identical repetition of a chunk is
+        folded into the first.
 
         A cache with several groups takes ``{group name: list}`` for both arguments. Where decode's blocks have another
         size, positions still count *this* cache's blocks, from the transfer's first token.
 
         The blocks belong to kvpush until :class:`PushFinished` with ``blocks_reusable``, or :class:`BlocksReleased`.
 
-        Raises :class:`UsageError` for a bad id, block, group or position, :class:`QueueFull` (retryable: poll first)
-        and :class:`Closed`. Nothing has been taken then.
+        Raises :class:`UsageError` for a bad id, block, group or position, :class:`TransferEnded` for a chunk of a push
+        whose end has been polled, :class:`QueueFull` (retryable: poll first) and :class:`Closed`. Nothing has been
+        taken then.
         """
         self._push("push", transfer_id, block_ids, self._all_layers, first_block, last, ready)
 
@@ -170,6 +174,8 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         ready: Fence | None,
     ) -> None:
         transfer_id = wire.check_id(transfer_id, "transfer_id")
+        if type(last) is not bool and not isinstance(last, np.bool_):
+            raise UsageError(f"{call}: last={last!r} must be True or False")
         parts = self._placement.parse(block_ids, first_block, call=call, unique=False)
         if layers is not self._all_layers:
             self._check_groups(call, parts, layers)
@@ -222,6 +228,11 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         self._ledger.check_open("push")
         chunks = self._ledger.find(transfer_id)
         if chunks is None:
+            if (how := self._cut_short.continued(transfer_id, chunk, self._clock())) is not None:
+                raise TransferEnded(
+                    f"push: transfer {transfer_id!r} has ended before this chunk ({how}), which was not taken: drop "
+                    f"its remaining chunks; another attempt needs a new transfer_id, or begins with its first chunk"
+                )
             if self._is_draining:
                 raise Closed(f"push: PrefillPusher {self.engine_id!r} is draining and takes no new transfer")
             chunks = Chunks()
@@ -231,6 +242,11 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         else:
             _check_further(transfer_id, chunks, chunk)
         return chunks.add(chunk)
+
+    def _account_closed(self, event: PushFinished | BlocksReleased, account: Chunks) -> None:
+        if not account.has_last:
+            how = event.outcome if isinstance(event, PushFinished) else "its blocks were released"
+            self._cut_short.note(event.transfer_id, account, how, self._clock())
 
     def __repr__(self) -> str:
         host, port = self.address

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvpush import wire
+from kvpush.arrivals import Arrivals
 from kvpush.blocks import BlockIds, shared_positions, slots_between
 from kvpush.errors import FailureCode
 from kvpush.events import Outcome, PushFinished
@@ -34,9 +35,13 @@ class HeldGroup:
     """What this rank holds of one group."""
 
     name: str
-    num_layers: int
+    layers: tuple[str, ...]
     block_size_tokens: int
     block_len_bytes: int  # of one layer
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +112,22 @@ class Registration:
         if self.num_blocks <= SHORT_LIST_BLOCKS:
             self._unpacked = wanted
         return wanted
+
+
+def _nothing_of(held: HeldGroup, terms: GroupTerms, wanted: Wanted, layers: Sequence[int], slots: range) -> str:
+    """What decode asks for and nobody pushed, for people."""
+    names = ", ".join(repr(held.layers[layer]) for layer in layers[:4])
+    more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
+    which = "" if len(layers) == held.num_layers else f" layer{'s' if len(layers) > 1 else ''} {names}{more} of"
+    per_block = terms.decode_slots_per_block
+    first, last = slots.start // per_block, (slots.stop - 1) // per_block
+    where = f"position {first}" if first == last else f"positions {first} to {last}"
+    hint = ""
+    if slots.start % per_block:  # its other slots are there
+        where += f" from token {slots.start * terms.slot_size_tokens} on"
+        if slots.stop == wanted.first_slot + wanted.num_slots:
+            hint = "; where the last block is only partly filled, expect() needs num_tokens"
+    return f"nothing for{which} {where} of group {held.name!r}{hint}"
 
 
 def tombstone_of(
@@ -262,7 +283,7 @@ class Leg:
             taken_bytes += num_bytes
         return taken, taken_bytes
 
-    def shortage(self) -> str | None:
+    def shortage(self, cut: Cut) -> str | None:
         """Prefill must hold everything that decode asks for; known once the last chunk is there."""
         if not self.push.is_last_known or self.covered_cells == self.wanted_cells:
             return None
@@ -272,11 +293,27 @@ class Leg:
             + (f" of group {want.group!r}" if len(wanted.wants) > 1 else "")
             for want in wanted.wants
         )
-        covered = wanted.num_blocks * self.covered_cells // self.wanted_cells
         return (
-            f"transfer {self.transfer_id!r}: decode engine {wanted.engine_id!r} asks for {asked}, prefill pushed "
-            f"{self.push.held_blocks}, which cover {covered} of these"
+            f"transfer {self.transfer_id!r}: decode engine {wanted.engine_id!r} asks for {asked}; prefill pushed "
+            f"{self.push.held_blocks} blocks, but {self._missing(cut)}"
         )
+
+    def _missing(self, cut: Cut) -> str:
+        """The first that no chunk holds, for people."""
+        for group, wanted in self.wanted.items():
+            held = cut.groups[group]
+            pushed = Arrivals(held.num_layers, wanted.first_slot, wanted.num_slots)
+            for chunk in self.push.chunks:
+                for part in chunk.parts:
+                    per_block = self.registration.link.terms[held.name].prefill_slots_per_block
+                    first_slot, num_slots = part.first_block * per_block, len(part.block_ids) * per_block
+                    both = shared_positions(wanted.first_slot, wanted.num_slots, first_slot, num_slots)
+                    if part.group == group and both:
+                        for layers in part.layers:
+                            pushed.mark(layers.start, len(layers), both.start, len(both))
+            if (missing := pushed.first_missing()) is not None:
+                return _nothing_of(held, self.registration.link.terms[held.name], wanted, *missing)
+        return "not all of these"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from kvpush.config import Config
 from kvpush.decode import Address, DecodeCore, Dial, Effect, Emit, HangUp, Place, Send, Source
 from kvpush.endpoint import Endpoint, parse_address
 from kvpush.errors import Closed, ConfigurationError, Failure, FailureCode, UsageError
-from kvpush.events import Outcome, ReceiveFinished
+from kvpush.events import BlocksReleased, Outcome, ReceiveFinished
 from kvpush.identity import Identity, new_identity
 from kvpush.layout import CacheGeometry, KVCacheSpec, geometry_of, memory_ranges
 from kvpush.link import Dialer, LinkClosed, LinkEvent, LinkMessage, LinkOpened, make_context
@@ -100,7 +100,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         registry = Registry(config, clock, random.Random())
         ledger: Ledger[_Account] = Ledger(f"DecodeReceiver {engine_id!r}", config.max_pending_pushes)
         events: EventQueue[ReceiveFinished] = EventQueue()
-        super().__init__(config, engine_id, identity.incarnation, registry, ledger, events)
+        super().__init__(config, engine_id, identity.incarnation, identity.rank, registry, ledger, events)
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
         self._spec = spec
         self._is_draining = False
@@ -131,11 +131,12 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         ``source_incarnation`` is :attr:`PrefillPusher.incarnation` of the process (or processes, by rank) that holds
         the blocks, where the caller knows it: when another one answers, the receive fails at once and does not wait for
         its deadline.
-        ``first_block`` says how many leading blocks this side has already (a prefix hit). ``num_tokens``, the number of
-        tokens whose KV there is, is needed where prefill's blocks are smaller and the last block is only partly filled;
-        by default every block is wanted whole. A cache with several groups takes ``{group name: list}`` for the first
-        two. An empty list is done at once. ``deadline_s`` (default ``receive_deadline_s``) counts from now. An
-        identical repetition is folded into the first.
+        ``first_block`` says how many leading blocks this side has already (a prefix hit). ``num_tokens``, the length
+        of the prompt (from its first token, those that ``first_block`` skips included), is needed where prefill's
+        blocks are smaller and the last block is only partly filled; by default every block is wanted whole. A cache
+        with several groups takes ``{group name: list}`` for the first two; a group that is left out is not waited for.
+        An empty list is done at once. ``deadline_s`` (default ``receive_deadline_s``) counts from now. An identical
+        repetition is folded into the first.
 
         The blocks belong to kvpush until :class:`ReceiveFinished` with ``blocks_reusable``, or :class:`BlocksReleased`.
 
@@ -147,7 +148,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         parts = self._placement.parse(block_ids, first_block, call="expect", unique=True)
         source_engine_id = check_engine_id(source_engine_id)
         found = self._source(source, source_engine_id, source_incarnation)
-        account = _Account(parts, _checked_tokens(num_tokens), found)
+        account = _Account(parts, self._checked_tokens(num_tokens, parts), found)
         limit_s = self._config.receive_deadline_s if deadline_s is None else _checked_deadline(deadline_s)
         with self._ledger.lock:
             self._loop.check_room("expect")
@@ -220,11 +221,25 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         self._mark(account, is_in_use=True)
         return True
 
+    def _checked_tokens(self, num_tokens: object, parts: Sequence[GroupBlocks]) -> int:
+        if num_tokens is None:
+            return 0
+        if not isinstance(num_tokens, int | np.integer) or isinstance(num_tokens, bool) or not 0 < num_tokens < 2**63:
+            raise UsageError(f"expect: num_tokens={num_tokens!r} must be a whole number above 0")
+        for part in parts:
+            begins_at = self._placement.last_block_begins_at(part)
+            if begins_at >= num_tokens:
+                raise UsageError(
+                    f"expect: num_tokens={num_tokens} counts from the prompt's first token, and the last block of "
+                    f"group {part.name!r} that is asked for begins at token {begins_at}: ask for fewer blocks"
+                )
+        return int(num_tokens)
+
     def _mark(self, account: _Account, *, is_in_use: bool) -> None:
         for part in account.parts:
             self._is_in_use[part.group][part.block_ids] = is_in_use
 
-    def _account_closed(self, account: _Account) -> None:
+    def _account_closed(self, event: ReceiveFinished | BlocksReleased, account: _Account) -> None:
         self._mark(account, is_in_use=False)
 
     @staticmethod
@@ -257,14 +272,6 @@ def _checked_rank(rank: object) -> tuple[int, int]:
             return pp, tp
         case _:
             raise ConfigurationError(f"source has the key {rank!r}; ranks are (pp_rank, tp_rank) below {MAX_RANKS}")
-
-
-def _checked_tokens(num_tokens: object) -> int:
-    if num_tokens is None:
-        return 0
-    if not isinstance(num_tokens, int | np.integer) or isinstance(num_tokens, bool) or not 0 < num_tokens < 2**63:
-        raise UsageError(f"expect: num_tokens={num_tokens!r} must be a whole number above 0")
-    return int(num_tokens)
 
 
 def _checked_deadline(deadline_s: object) -> float:

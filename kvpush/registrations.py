@@ -142,7 +142,7 @@ class Registrations:
         claimant = next((other for other in others if other.engine_id != new.engine_id), None)
         if claimant is not None:
             what = f"transfer {new.transfer_id!r}: engine {claimant.engine_id!r} has registered for it"
-            return Failure(FailureCode.claimed, what)
+            return Failure(FailureCode.claimed, f"{what}; all ranks of one decode engine have one engine_id")
         leg = None if push is None else push.legs.get(new.rank)
         old = self.find(new.transfer_id, new.rank) if leg is None else leg.registration
         if old is not None:

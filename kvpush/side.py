@@ -24,6 +24,7 @@ from kvpush.events import BlocksReleased, EngineSnapshot, PushFinished, ReceiveF
 from kvpush.layout import KVCacheSpec
 from kvpush.loop import Health, Loop
 from kvpush.registry import Registry
+from kvpush.wire import Rank
 
 F = TypeVar("F", PushFinished, ReceiveFinished)
 A = TypeVar("A")  # what a side remembers of a transfer that it took
@@ -161,12 +162,14 @@ class Side(Generic[F, A]):
         config: Config,
         engine_id: str,
         incarnation: str,
+        rank: Rank,
         registry: Registry,
         ledger: Ledger[A],
         events: EventQueue[F],
     ) -> None:
         self.engine_id = engine_id
         self.incarnation = incarnation
+        self.rank = rank
         self._config = config
         self._registry = registry
         self._ledger = ledger
@@ -193,7 +196,7 @@ class Side(Generic[F, A]):
             for event in events:
                 account = self._ledger.settle(event)
                 if account is not None:
-                    self._account_closed(account)
+                    self._account_closed(event, account)
         return events
 
     def wait(self, timeout_s: float) -> list[F | BlocksReleased]:
@@ -202,7 +205,7 @@ class Side(Generic[F, A]):
         self._events.wait(check_timeout(timeout_s, "wait"))
         return self.poll()
 
-    def _account_closed(self, account: A) -> None:
+    def _account_closed(self, event: F | BlocksReleased, account: A) -> None:
         """The caller has been told that this transfer's blocks are its own again. Under the ledger's lock."""
 
     # --- looking at it -----------------------------------------------------------------------------------------------

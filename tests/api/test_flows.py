@@ -266,6 +266,7 @@ def test_e18_another_registration_of_the_same_transfer_is_refused_until_the_firs
     assert only(decode.inbox.finished.pop("t1")).outcome == "cancelled"
     decode.inbox.released.clear()
     expect(prefill, decode, "t1", [7, 8])
+    registered(prefill)  # a push that comes before it would be the one that the first receive cancelled
     prefill.push("t1", [1, 2])
     both_done(prefill, decode, "t1")
     assert decode.arena.holds("t1", [7, 8]) and decode.arena.is_clean([3, 4])

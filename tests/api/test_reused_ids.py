@@ -105,3 +105,45 @@ def test_an_id_whose_blocks_are_held_is_refused_until_they_are_released(stalled)
     pusher.push("t1", [6])  # another transfer, for all that kvpush knows
     pusher.cancel("t1")
     receiver.expect("t1", [2], source=pusher.address, source_engine_id="p0")
+
+
+def test_a_chunk_of_a_push_whose_end_has_been_polled_is_refused_and_another_attempt_is_not(pair):
+    # it was taken for a push of its own, which nobody registered for and which held its blocks for a whole lease
+    prefill, decode = pair
+    decode.expect("t1", [1, 2], prefill.address)
+    prefill.push("t1", [5], last=False)
+    decode.receiver.cancel("t1")
+    assert prefill.inbox.outcome("t1").outcome == "cancelled"
+    for last in (False, True):
+        with pytest.raises(kvpush.TransferEnded, match=r"'t1' has ended before this chunk \(cancelled\)"):
+            prefill.pusher.push("t1", [6], first_block=1, last=last)
+    assert decode.inbox.outcome("t1").outcome == "cancelled"
+    assert decode.inbox.reusable("t1")
+    assert prefill.pusher.stats()["pushes"] == 1
+    forget(prefill, decode)
+    prefill.push("t1", [5, 6])
+    decode.expect("t1", [1, 2], prefill.address)
+    assert decode.inbox.outcome("t1").outcome == prefill.inbox.outcome("t1").outcome == "done"
+
+
+def test_after_the_last_chunk_an_id_may_be_used_again_for_anything(pair):
+    prefill, decode = pair
+    for first_block, block in enumerate((5, 6, 7)):
+        prefill.push("t1", [block], first_block=first_block)
+        decode.expect("t1", [first_block], prefill.address, first_block=first_block)
+        assert decode.inbox.outcome("t1").outcome == prefill.inbox.outcome("t1").outcome == "done"
+        forget(prefill, decode)
+
+
+def forget(*sides):
+    """What the inboxes know: the next events are of another use of the id."""
+    for side in sides:
+        side.inbox.finished.clear()
+        side.inbox.released.clear()
+
+
+@pytest.mark.parametrize("last", ["x", 1, None])
+def test_last_is_a_truth_value(pair, last):
+    prefill, _ = pair
+    with pytest.raises(kvpush.UsageError, match="last="):
+        prefill.pusher.push("t1", [5], last=last)

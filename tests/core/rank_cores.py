@@ -77,7 +77,7 @@ class Prefill(_Rank):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.core = PrefillCore(self.identity, self.config, self.registry, self.geometry)
-        self.posted, self.released = {}, []
+        self.posted, self.released, self.warnings = {}, [], []
 
     def do(self, effects):
         for effect in effects:
@@ -88,6 +88,8 @@ class Prefill(_Rank):
                     self.posted[effect.write_id] = effect
                 case prefill_effects.Emit():
                     self.events.append(effect.event)
+                case prefill_effects.Warn():
+                    self.warnings.append(effect.text)
                 case prefill_effects.ReleasePeer():
                     self.released.append(effect.peer)
                 case prefill_effects.LoadPeer():

@@ -669,8 +669,9 @@ def test_rule17_a_second_hello_of_another_engine_on_one_link_is_refused():
     link = link_to(prefill, decode)
     hello = prefill.core._links[link].hello
     other = msgspec.structs.replace(hello, engine_id="d9", incarnation="life 9", agent_name="d9/0.0#9")
-    (refusal,) = prefill.core.message(link, other, world.clock())
+    warning, refusal = prefill.core.message(link, other, world.clock())
     assert isinstance(refusal.message, wire.Refused)
+    assert "'d9'" in warning.text
     (welcome,) = prefill.core.message(link, hello, world.clock())
     assert isinstance(welcome.message, wire.Welcome)
     run_to_the_end(world)
@@ -688,8 +689,9 @@ def test_a10_a_hello_that_does_not_fit_is_refused_and_names_both_values(field, v
     world, prefill, decode = make_connected()
     hello = prefill.core._links[link_to(prefill, decode)].hello
     fields = {name: getattr(hello, name) for name in hello.__struct_fields__} | {field: value, "engine_id": "d9"}
-    (refusal,) = prefill.core.message(b"new", wire.Hello(**fields), world.clock())
+    warning, refusal = prefill.core.message(b"new", wire.Hello(**fields), world.clock())
     assert refusal.message.code == code
+    assert refusal.message.reason in warning.text
     assert "p0" in refusal.message.reason
     assert b"new" not in prefill.core._links
 

@@ -191,6 +191,9 @@ def test_a_layer_that_no_stage_holds_fails_the_receive_and_is_named():
     assert (end.outcome, end.code) == ("failed", "incompatible")
     assert "'b'" in end.reason and "no stage" in end.reason
     assert [message.epoch for message in decode.told(first, wire.Cancel)] == [1]
+    # the last one was not asked: a registration for nothing would let it call its push done
+    assert not decode.told(second, wire.Register)
+    assert [message.epoch for message in decode.told(second, wire.Withdraw)] == [1]
 
 
 def test_a_layer_that_two_stages_hold_fails_the_receive_and_is_named():

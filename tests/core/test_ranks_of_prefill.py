@@ -311,6 +311,45 @@ def test_a_layer_that_was_never_pushed_is_a_shortage():
     prefill.push("t", [1, 2], layers=(range(1),), last=True)
     (end,) = prefill.events
     assert (end.outcome, end.code) == ("failed", "bad_blocks")
+    assert "nothing for layer 'b' of positions 0 to 1 of group 'kv'" in end.reason
+
+
+def test_positions_that_were_never_pushed_are_named():
+    prefill, other = make_one()
+    prefill.registers(other, "t", 2, [4, 5, 6, 7], first_block=2)
+    prefill.push("t", [1, 2, 3, 9], last=False)
+    prefill.push("t", [5], index=1, first_block=5)
+    prefill.settles(prefill.write_to(other))
+    (end,) = prefill.events
+    assert (end.outcome, end.code) == ("failed", "bad_blocks")
+    assert "asks for 4 blocks from position 2; prefill pushed 5 blocks, but nothing for position 4 of" in end.reason
+
+
+def test_a_last_block_that_prefill_has_only_in_part_hints_at_num_tokens():
+    prefill, other = Prefill(), Other("d0", Share(), tokens=32)
+    prefill.meets(other)
+    prefill.registers(other, "t", 1, [4, 5, 6])  # 96 tokens
+    prefill.push("t", [0, 1, 2, 3, 4])  # 80
+    (end,) = prefill.events
+    assert (end.outcome, end.code) == ("failed", "bad_blocks")
+    assert "nothing for position 2 from token 80 on of group 'kv'" in end.reason
+    assert "num_tokens" in end.reason
+
+
+def test_a_push_that_waits_in_vain_says_which_engine_was_refused_meanwhile_and_the_log_says_it_once():
+    prefill, stranger = Prefill(), Other("d7", Share(), total_heads=2)
+    prefill.push("t", [1])
+    prefill.meets(stranger)
+    prefill.meets(stranger)
+    assert len(prefill.warnings) == 1
+    assert "'d7'" in prefill.warnings[0]
+    prefill.advance(prefill.config.lease_s)
+    (end,) = prefill.events
+    assert end.outcome == "expired"
+    assert "decode engine 'd7' was refused meanwhile" in end.reason
+    prefill.push("u", [1])  # nobody was refused since
+    prefill.advance(prefill.config.lease_s)
+    assert "refused" not in prefill.events[-1].reason
 
 
 def test_pieces_stay_within_the_largest_write_and_the_number_of_spans():

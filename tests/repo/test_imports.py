@@ -23,6 +23,7 @@ ORDER = [
     "tombstones",
     "arrivals",
     "namesakes",
+    "rarely",
     "endpoint",
     "parallel",
     "wire",

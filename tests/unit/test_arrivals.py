@@ -43,6 +43,24 @@ def test_arrivals_agree_with_a_set(shape, spans, whole):
         assert arrivals.num_missing == model.num_missing, report
 
 
+@given(SHAPES, SPANS)
+def test_the_first_that_is_missing_is_what_the_set_says(shape, spans):
+    arrivals, model = Arrivals(*shape), Model(*shape)
+    for report in spans:
+        arrivals.mark(*report)
+        model.mark(*report)
+    missing = model.wanted - model.arrived
+    first = arrivals.first_missing()
+    assert (first is None) is not bool(missing)
+    if first is None:
+        return
+    layers, slots = first
+    assert slots.start == min(slot for _, slot in missing)
+    for slot in slots:
+        assert {layer for layer, its in missing if its == slot} == set(layers)
+    assert {layer for layer, its in missing if its == slots.stop} != set(layers)
+
+
 @given(st.integers(1, 4), st.integers(0, 5), st.integers(1, 8), st.randoms(use_true_random=False))
 def test_every_cell_once_in_any_order_is_everything(num_layers, first_slot, num_slots, rng):
     arrivals = Arrivals(num_layers, first_slot, num_slots)

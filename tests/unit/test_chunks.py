@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpush.chunks import Chunk, Chunks
+from kvpush.chunks import Chunk, Chunks, CutShort
 from kvpush.placement import GroupBlocks
 
 NUM_LAYERS = 4
@@ -123,3 +123,45 @@ def test_layers_go_to_the_core_as_runs(layers, runs):
     (part,) = chunk_of((0, layers, 3, [7, 8])).for_core()
     assert list(part.layers) == runs
     assert (part.group, part.first_block, part.block_ids.tolist()) == (0, 3, [7, 8])
+
+
+# --- transfers that ended before their last chunk --------------------------------------------------------------------
+
+
+def cut_short(*chunks, limit=10, ttl_s=60.0):
+    memory, pushed = CutShort(limit, ttl_s), Chunks()
+    for chunk in chunks:
+        pushed.add(chunk)
+    memory.note("t", pushed, "cancelled", 100.0)
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("what", "chunk", "goes_on"),
+    [
+        ("the next positions", chunk_of((0, 3, 2, [7])), True),
+        ("positions after a gap", chunk_of((0, 3, 5, [7])), True),
+        ("the next layer of the same positions", chunk_of((0, 4, 0, [5, 6])), True),
+        ("another group", chunk_of((1, 3, 0, [5])), True),
+        ("no position", chunk_of((0, 3, 2, []), last=True), True),
+        ("the first chunk again", chunk_of((0, 3, 0, [5, 6])), False),
+        ("the first chunk again, in other blocks", chunk_of((0, 3, 0, [8, 9, 1])), False),
+        ("all layers of the first position", chunk_of((0, 15, 0, [5]), last=True), False),
+    ],
+)
+def test_a_chunk_goes_on_with_what_ended_unless_it_names_again_what_was_pushed(what, chunk, goes_on):
+    memory = cut_short(chunk_of((0, 3, 0, [5])), chunk_of((0, 3, 1, [6])))
+    assert memory.continued("another", chunk, 101.0) is None
+    assert memory.continued("t", chunk, 101.0) == ("cancelled" if goes_on else None)
+    assert memory.continued("t", chunk_of((0, 3, 2, [7])), 102.0) == ("cancelled" if goes_on else None)
+
+
+def test_rule16_what_ended_before_its_last_chunk_is_remembered_for_a_while_and_not_without_bound():
+    memory = cut_short(chunk_of((0, 3, 0, [5])))
+    more = chunk_of((0, 3, 1, [6]))
+    assert memory.continued("t", more, 159.9) == "cancelled"
+    assert memory.continued("t", more, 160.0) is None
+    assert len(memory) == 0
+    for number in range(100):
+        memory.note(str(number), Chunks(), "failed", 200.0)
+    assert len(memory) == 10
