@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvpush.errors import FailureCode
 from kvpush.events import BlocksReleased, Outcome, PushFinished, ReceiveFinished
 from kvpush.testing.slices import Slice, units_between
 from kvpush.testing.violations import Violation
 from kvpush.wire import Rank
+
+if TYPE_CHECKING:
+    from kvpush.testing.prefill_engine import PrefillEngine
 
 F = TypeVar("F", PushFinished, ReceiveFinished)
 
@@ -78,7 +81,7 @@ class Receive(Account[ReceiveFinished]):
     """One expect() on one rank of decode."""
 
     held: Slice  # of the model, by its rank
-    source_id: str  # of the prefill engine
+    source: PrefillEngine  # any rank of it
     deadline_s: float = 0.0
     epoch: int | None = None  # known once it has been registered
     posted_units: int = field(default=0, repr=False)  # those that a WRITE was posted for, by whichever rank

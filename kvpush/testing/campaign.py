@@ -18,6 +18,7 @@ from kvpush.testing.slices import Spread
 
 MAX_WORKERS = 2
 SEEDS_PER_BATCH = 25
+SPREADS_SHOWN = 12  # in a report, the most frequent
 
 ALONE = Spread()  # an engine of one process
 
@@ -76,7 +77,7 @@ class Totals:
         """For people."""
         alone = self.served[ALONE, ALONE]
         unequal = sum(count for (prefill, decode), count in self.served.items() if prefill != decode)
-        pairs = ", ".join(f"{one} to {other} {count}" for (one, other), count in self.served.most_common())
+        pairs = ", ".join(f"{one} to {other} {count}" for (one, other), count in self.served.most_common(SPREADS_SHOWN))
         lines = [
             f"seeds       {self.num_seeds}, {len(self.failures)} of them broke a rule",
             f"steps       {self.num_steps} events in {self.simulated_s / 3600:.1f} simulated hours",
@@ -86,7 +87,7 @@ class Totals:
             "outcomes    " + ", ".join(f"{name} {count}" for name, count in sorted(self.outcomes.items())),
             f"ranks       {self.num_with_ranks} seeds with engines of several; {sum(self.served.values()) - alone} "
             f"receives done there, {unequal} between engines that are spread unequally",
-            f"spreads     {pairs}",
+            f"spreads     {len(self.served)} pairs: {pairs}{', ...' if len(self.served) > SPREADS_SHOWN else ''}",
         ]
         for table in dict.fromkeys(row[0] for row in sorted(all_rows())):
             rows = {row for row in all_rows() if row[0] == table}

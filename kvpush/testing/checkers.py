@@ -18,7 +18,7 @@ from kvpush.config import HoldPolicy
 from kvpush.errors import FailureCode
 from kvpush.events import BlocksReleased, Outcome, PushFinished, ReceiveFinished, StaleReason, Transition
 from kvpush.lifecycle import ENGINE, State, Trigger
-from kvpush.parallel import readers
+from kvpush.parallel import Share, readers
 from kvpush.pushes import as_decode_sees_it
 from kvpush.testing.accounts import Push, Receive
 from kvpush.testing.decode_engine import DecodeEngine
@@ -335,12 +335,12 @@ class EveryRankServed(Observer):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # (prefill's life, transfer id) -> engine and rank of those who have asked since the last push of this id
-        self._asked: dict[tuple[int, str], set[tuple[str, Rank]]] = {}
+        # (prefill's life, transfer id) -> engine and share of those who have asked since the last push of this id
+        self._asked: dict[tuple[int, str], set[tuple[str, Share]]] = {}
 
     def handled(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
         if isinstance(message, wire.Register) and peer is not None:
-            self._asked.setdefault((engine.life, message.transfer_id), set()).add((peer.engine_id, peer.rank))
+            self._asked.setdefault((engine.life, message.transfer_id), set()).add((peer.engine_id, peer.held.share))
 
     def emitted(
         self, engine: Engine, account: Push | Receive, event: PushFinished | ReceiveFinished | BlocksReleased
@@ -348,11 +348,23 @@ class EveryRankServed(Observer):
         if not isinstance(event, PushFinished):
             return
         asked = self._asked.pop((engine.life, event.transfer_id), set())
-        if event.outcome is Outcome.done and event.engine_id is not None:
-            held = self._world.ranks_of(event.engine_id)[0].held
-            needed = readers(engine.held.share, held.share.pp_size, held.share.tp_size, [held.model.num_heads])
-            if missing := needed - {rank for engine_id, rank in asked if engine_id == event.engine_id}:
-                raise Violation(self.name, f"{engine!r}: {event} is done, but ranks {missing} have not asked for it")
+        if event.outcome is not Outcome.done or not isinstance(account, Push):
+            return
+        found = {share for engine_id, share in asked if engine_id == event.engine_id}
+        # an engine that came back spread differently may have asked, too
+        missing = [self._missing(engine, found, share) for share in found]
+        if all(missing):
+            raise Violation(self.name, f"{engine!r}: {event} is done, but ranks {missing} have not asked for it")
+        num_units = sum(receive.units_from(engine.held).bit_count() for receive in account.receives.values())
+        if event.num_bytes != num_units * engine.held.model.unit_bytes:
+            raise Violation(self.name, f"{engine!r}: {event}, but its receives have {num_units} units of it")
+
+    @staticmethod
+    def _missing(engine: Engine, asked: set[Share], share: Share) -> list[Rank]:
+        """Ranks of an engine of this shape that were not heard of."""
+        needed = readers(engine.held.share, share.pp_size, share.tp_size, [engine.held.model.num_heads])
+        sizes = share.pp_size, share.tp_size
+        return sorted(needed - {other.rank for other in asked if (other.pp_size, other.tp_size) == sizes})
 
 
 class InTime(Observer):

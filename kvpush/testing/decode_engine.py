@@ -74,7 +74,7 @@ class DecodeEngine(Engine):
             raise UsageError(f"{self!r}: blocks {taken} belong to {self._granted[taken[0]]!r}")
         limit_s = self.config.receive_deadline_s if deadline_s is None else deadline_s
         positions = {first_block + i: block for i, block in enumerate(block_ids)}
-        receive = Receive(transfer_id=transfer_id, block_ids=positions, held=self.held, source_id=source.engine_id)
+        receive = Receive(transfer_id=transfer_id, block_ids=positions, held=self.held, source=source)
         receive.deadline_s = self.now_s() + limit_s
         self.receives.append(receive)
         self._open[transfer_id] = receive

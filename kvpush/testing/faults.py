@@ -623,13 +623,20 @@ def _ask_again(run: Simulation, dead: DecodeEngine | PrefillEngine) -> None:
         for receive in dead.receives:
             blocks = reader.free_blocks()[: len(receive.block_ids)]
             if not receive.is_over and len(blocks) == len(receive.block_ids):
-                source = run.prefill_engine(receive.source_id)[0]
+                source = run.prefill_engine(receive.source.engine_id)[0]
                 reader.expect(receive.transfer_id, blocks, source, first_block=min(receive.block_ids, default=0))
     else:
         (writer,) = [rank for rank in run.prefill_engine(dead.engine_id) if rank.rank == dead.rank]
         for push in dead.pushes:
             if not push.is_over:
                 writer.push(push.transfer_id, writer.free_blocks()[: len(push.block_ids)])
+
+
+def spread_anew(run: Simulation, numbers: Sequence[int]) -> bool:
+    """An engine leaves, in order or not, and comes back under its id spread over more or fewer ranks."""
+    is_prefill = numbers[2] % 4 == 0 and not run.scenario.setup.has_bystander
+    ranks: Sequence[Engine] = run.source_ranks(numbers[1]) if is_prefill else run.target_ranks(numbers[0])
+    return run.spread_anew(ranks[0].engine_id, numbers[4], in_order=bool(numbers[3] % 2))
 
 
 def _span(number: int) -> float:
@@ -663,5 +670,7 @@ FAULTS = [
     Action("nixl_refuses", 1, True, nixl_refuses, spares_bystander=False),
     Action("cancel_at_worst", 4, True, cancel_at_worst),
     Action("frozen_at_worst", 3, True, frozen_at_worst),
-    Action("rank_restarted", 0, True, rank_restarted),  # drawn only where there are ranks
+    # drawn only where there are ranks
+    Action("rank_restarted", 0, True, rank_restarted),
+    Action("spread_anew", 0, True, spread_anew),
 ]

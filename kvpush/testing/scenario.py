@@ -157,14 +157,8 @@ def _spread_out(scenario: Scenario, rng: random.Random) -> Scenario:
     num_heads, tp_sizes = rng.choice([(6, (1, 2, 3)), (6, (1, 2, 3)), (2, (1, 2, 4)), (1, (1, 2, 3))])
     shape = Model(rng.choice([2, 3]), num_heads)
     spreads: list[Spread] = []
-    for _ in range(setup.num_prefill + setup.num_decode):
-        pp_size = rng.choice([1, 1, 2])
-        first = rng.randint(1, shape.num_layers - 1)
-        stages = (first, shape.num_layers - first) if pp_size == 2 else ()
-        spreads.append(Spread(pp_size, rng.choice(tp_sizes), stages))
-    while _num_pairs(setup, spreads) > MAX_PAIRS:  # every pair has its heartbeats, which take time to play
-        largest = max(range(len(spreads)), key=lambda i: spreads[i].num_ranks)
-        spreads[largest] = Spread() if spreads[largest].pp_size == 1 else Spread(1, spreads[largest].tp_size)
+    while not any(spread.num_ranks > 1 for spread in spreads):
+        spreads = _drawn_spreads(setup, shape, tp_sizes, rng)
     most = max(spread.num_ranks for spread in spreads)
     config = dataclasses.replace(
         setup.config,
@@ -177,8 +171,22 @@ def _spread_out(scenario: Scenario, rng: random.Random) -> Scenario:
 
 
 def _for_ranks(step: Step, rng: random.Random) -> Step:
-    """Now and then, what can happen only to one rank of several takes the place of a step."""
-    return dataclasses.replace(step, action="rank_restarted") if rng.random() < 0.12 else step
+    """Now and then, what can happen only to engines of several ranks takes the place of a step."""
+    (action,) = rng.choices([step.action, "rank_restarted", "spread_anew"], [0.86, 0.12, 0.02])
+    return dataclasses.replace(step, action=action)
+
+
+def _drawn_spreads(setup: Setup, shape: Model, tp_sizes: Sequence[int], rng: random.Random) -> list[Spread]:
+    spreads: list[Spread] = []
+    for _ in range(setup.num_prefill + setup.num_decode):
+        pp_size = rng.choice([1, 1, 2])
+        first = rng.randint(1, shape.num_layers - 1)
+        stages = (first, shape.num_layers - first) if pp_size == 2 else ()
+        spreads.append(Spread(pp_size, rng.choice(tp_sizes), stages))
+    while _num_pairs(setup, spreads) > MAX_PAIRS:  # every pair has its heartbeats, which take time to play
+        largest = max(range(len(spreads)), key=lambda i: spreads[i].num_ranks)
+        spreads[largest] = Spread() if spreads[largest].pp_size == 1 else Spread(1, spreads[largest].tp_size)
+    return spreads
 
 
 def _num_pairs(setup: Setup, spreads: Sequence[Spread]) -> int:

@@ -39,6 +39,7 @@ E = TypeVar("E", bound=Engine)
 ACTIONS: dict[str, Action] = {action.name: action for action in [*callers.ACTIONS, *faults.FAULTS]}
 
 MAX_STEPS_TO_SETTLE = 20_000  # events until everything has come to rest, with faults off
+MAX_RANKS_ANEW = 3  # of an engine that comes back spread differently
 MAX_REST_STEPS_PER_S = 20  # of one link that nobody uses: heartbeats, and their timers
 
 
@@ -89,8 +90,11 @@ class Simulation:
         self.is_healed = False
         self.prefill_ids = [f"p{i}" for i in range(setup.num_prefill)]
         self.decode_ids = [f"d{i}" for i in range(setup.num_decode)]
+        # how each engine is spread over its ranks, from which life on
+        self.spreads: dict[str, list[tuple[int, Spread]]] = {}
         for number, engine_id in enumerate(self.prefill_ids + self.decode_ids):
             offset_s = setup.clock_offsets_s[number]
+            self.spreads[engine_id] = [(0, setup.spread(number))]
             for share, layers in setup.spread(number).parts:
                 if number < setup.num_prefill:
                     self.world.prefill(engine_id, num_blocks=24, clock_offset_s=offset_s, share=share, layers=layers)
@@ -159,10 +163,6 @@ class Simulation:
         """As :meth:`source`, if it runs."""
         return _running(self.source(number))
 
-    def spread_of(self, engine_id: str) -> Spread:
-        """How an engine is spread over its ranks."""
-        return self.scenario.setup.spread((self.prefill_ids + self.decode_ids).index(engine_id))
-
     def transfer(self, number: int) -> str:
         """An id."""
         return f"t{number % self.scenario.setup.num_transfers}"
@@ -176,6 +176,31 @@ class Simulation:
         is_ours = engine.engine_id in self.prefill_ids or engine.engine_id in self.decode_ids
         if is_ours and not engine.is_alive and engine in self.world.ranks_of(engine.engine_id):
             engine.restart()
+
+    def spread_anew(self, engine_id: str, number: int, *, in_order: bool) -> bool:
+        """All ranks of an engine end, and it comes back spread over its ranks as some engine of this run was at first.
+        Whether that is another way than now."""
+        ranks, spread = self.world.ranks_of(engine_id), _picked(self.scenario.setup.spreads, number)
+        if spread.parts == [(rank.held.share, rank.held.layers) for rank in ranks] or spread.num_ranks > MAX_RANKS_ANEW:
+            return False
+        for rank in ranks:
+            if in_order and rank.is_serving:
+                rank.close()
+            elif rank.is_alive:
+                rank.kill()
+        self.spreads[engine_id].append((len(self.world.engines) + 1, spread))
+        addresses = iter([rank.address for rank in ranks if isinstance(rank, PrefillEngine)])
+        for share, layers in spread.parts:
+            if engine_id in self.prefill_ids:
+                address = next(addresses, None)
+                self.world.prefill(engine_id, num_blocks=24, share=share, layers=layers, address=address)
+            else:
+                self.world.decode(engine_id, share=share, layers=layers)
+        return True
+
+    def spread_of(self, engine: Engine) -> Spread:
+        """How its engine was spread over ranks in this life."""
+        return [spread for life, spread in self.spreads[engine.engine_id] if life <= engine.life][-1]
 
     def later(self, delay_s: float, call: Callable[[], object]) -> None:
         """A caller acts after a while, unless the world has healed by then; at once where there is nothing to wait."""
@@ -230,10 +255,8 @@ class Simulation:
             side = "push" if isinstance(engine, PrefillEngine) else "receive"
             for account in _accounts_of(engine):
                 self.result.outcomes[f"{side} {account.outcome or 'died with its process'}"] += 1
-                if isinstance(engine, DecodeEngine) and account.outcome is Outcome.done and account.block_ids:
-                    assert account.finished is not None and account.finished.engine_id, "it is done"
-                    writer = self.spread_of(account.finished.engine_id)
-                    self.result.served[writer, self.spread_of(engine.engine_id)] += 1
+                if isinstance(account, Receive) and account.outcome is Outcome.done and account.block_ids:
+                    self.result.served[self.spread_of(account.source), self.spread_of(engine)] += 1
         return self.result
 
     def _take(self, step: Step) -> None:

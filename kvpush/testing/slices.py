@@ -86,6 +86,12 @@ class Slice:
             raise UsageError(f"stage {stage} of {stages} cannot hold layers {self.layers} of {layers}")
         object.__setattr__(self, "heads", heads_of(*self.share.tp, self.model.num_heads))
 
+    def is_of_another_spread(self, other: Slice) -> bool:
+        """Whether one engine cannot have both: it would be of two shapes."""
+        mine, theirs = self.share, other.share
+        same_stage_differs = mine.pp_rank == theirs.pp_rank and self.layers != other.layers
+        return (mine.pp_size, mine.tp_size) != (theirs.pp_size, theirs.tp_size) or same_stage_differs
+
     @property
     def is_whole_engine(self) -> bool:
         """Whether its engine has no other rank."""

@@ -182,7 +182,10 @@ class World:
         self.engines.append(engine)
         self._alive.append(engine)
         self.by_agent[engine.agent_name] = engine
-        self._ranks.setdefault(engine.engine_id, {})[engine.rank] = engine
+        ranks = self._ranks.setdefault(engine.engine_id, {})
+        if any(other.held.is_of_another_spread(engine.held) for other in ranks.values()):
+            ranks.clear()  # its predecessor was spread differently
+        ranks[engine.rank] = engine
         for observer in self.observers:
             observer.born(engine)
 

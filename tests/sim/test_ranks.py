@@ -10,7 +10,8 @@ from kvpush.errors import UsageError
 from kvpush.testing import Observer, Violation, World
 from kvpush.testing.checkers import all_checkers
 from kvpush.testing.memory import Memory
-from kvpush.testing.scenario import CONFIG
+from kvpush.testing.scenario import CONFIG, draw
+from kvpush.testing.simulation import ACTIONS
 from kvpush.testing.slices import Model, Slice, Spread, shares, units_between
 
 SOON_S = 0.05
@@ -173,3 +174,28 @@ def test_a_late_write_taints_the_units_that_it_hits_until_they_are_written_anew(
     prefills[1].push("u", [6])
     world.advance(SOON_S)
     assert (decode.tainted, receive.outcome) == ({}, "done")
+
+
+def test_an_engine_that_comes_back_spread_differently_has_its_new_ranks_alone():
+    world, prefills, decodes = make_engines(2, 1)
+    decodes[0].kill()
+    later = [world.decode("d0", share=share) for share in shares(3)]
+    assert world.ranks_of("d0") == later
+    restarted = later[1].restart()
+    assert world.ranks_of("d0") == [later[0], restarted, later[2]]
+    receives = [rank.expect("t", [7], prefills[1]) for rank in world.ranks_of("d0")]
+    for rank in prefills:
+        rank.push("t", [5])
+    world.settle(20)
+    assert {receive.outcome for receive in receives} == {"done"}
+
+
+def test_what_is_drawn_for_ranks_changes_no_other_seed(monkeypatch):
+    scenarios = [draw(seed, ACTIONS) for seed in range(60)]
+    with_ranks = {scenario.seed for scenario in scenarios if scenario.setup.has_ranks}
+    assert 10 <= len(with_ranks) <= 30
+    monkeypatch.setattr("kvpush.testing.scenario.RANKS_RATE", 0)
+    for scenario in scenarios:
+        without = draw(scenario.seed, ACTIONS)
+        assert not without.setup.has_ranks
+        assert (scenario == without) is (scenario.seed not in with_ranks)
