@@ -180,13 +180,16 @@ class Simulation:
     def spread_anew(self, engine_id: str, number: int, *, in_order: bool) -> bool:
         """All ranks of an engine end, and it comes back spread over its ranks as some engine of this run was at first.
         Whether that is another way than now."""
+        for end in self.strangers if engine_id in self.prefill_ids else ():
+            end()  # it comes back to its addresses
         ranks, spread = self.world.ranks_of(engine_id), _picked(self.scenario.setup.spreads, number)
         if spread.parts == [(rank.held.share, rank.held.layers) for rank in ranks] or spread.num_ranks > MAX_RANKS_ANEW:
             return False
-        for rank in ranks:
-            if in_order and rank.is_serving:
+        for rank in ranks if in_order else ():
+            if rank.is_serving:
                 rank.close()
-            elif rank.is_alive:
+        for rank in self.world.ranks_of(engine_id):  # one may have come back while another closed
+            if rank.is_alive:
                 rank.kill()
         self.spreads[engine_id].append((len(self.world.engines) + 1, spread))
         addresses = iter([rank.address for rank in ranks if isinstance(rank, PrefillEngine)])
