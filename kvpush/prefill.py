@@ -546,6 +546,8 @@ class PrefillCore:
             for leg in legs:
                 if leg.pieces and push.cause is None:
                     self._queue(leg, now_s)
+                elif push.is_last_known and not leg.wanted_cells:
+                    self._registrations.end(leg.registration)  # it asked for nothing: its link does not matter, either
             if push.cause is None and push.state is PushState.writing and not push.is_in_flight:
                 PUSH.fire(push, PushTrigger.caught_up)
                 self._extend_lease(push, now_s + self._config.lease_s)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from kvpush.errors import FailureCode
 from kvpush.events import BlocksReleased, Outcome, PushFinished, ReceiveFinished
+from kvpush.testing.slices import Slice, units_between
 from kvpush.testing.violations import Violation
+from kvpush.wire import Rank
+
+if TYPE_CHECKING:
+    from kvpush.testing.prefill_engine import PrefillEngine
 
 F = TypeVar("F", PushFinished, ReceiveFinished)
 
@@ -60,21 +65,46 @@ class Account(Generic[F]):
 
 @dataclass(slots=True, eq=False)
 class Push(Account[PushFinished]):
-    """One transfer on prefill."""
+    """One transfer on one rank of prefill."""
 
     num_chunks: int = 0
     num_fenced: int = 0  # chunks that the device has not computed
     has_last: bool = False
-    receive: Receive | None = None  # whom it writes to, once a WRITE was posted
+    # whom it writes to, by rank of decode, once a WRITE was posted
+    receives: dict[Rank, Receive] = field(default_factory=dict, repr=False)
     lease_from_s: float = 0.0  # the last thing that can have extended its lease
     told_code: FailureCode | None = None  # the first cause that decode was told while a WRITE was in flight
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Receive(Account[ReceiveFinished]):
-    """One expect() on decode."""
+    """One expect() on one rank of decode."""
 
+    held: Slice  # of the model, by its rank
+    source: PrefillEngine  # any rank of it
     deadline_s: float = 0.0
     epoch: int | None = None  # known once it has been registered
-    posted: set[int] = field(default_factory=set)  # positions that a WRITE was posted for
-    landed: set[int] = field(default_factory=set)  # positions that a WRITE has reached
+    posted_units: int = field(default=0, repr=False)  # those that a WRITE was posted for, by whichever rank
+    landed_units: int = field(default=0, repr=False)  # those that a WRITE has reached
+    # life of a rank of prefill -> the first cause that it gave for serving this no more, while this was open
+    told_by: dict[int, FailureCode] = field(default_factory=dict, repr=False)
+
+    @property
+    def landed(self) -> set[int]:
+        """Positions that are there whole, from all ranks that write them."""
+        model, units = self.held.model, self.held.units
+        return {position for position in self.block_ids if model.at(self.landed_units, position) == units}
+
+    def units_from(self, writer: Slice) -> int:
+        """What this rank of prefill has to write of it."""
+        return self.held.model.spread(units_between(writer, self.held), self.block_ids)
+
+    def has_all_from(self, writer: Slice) -> bool:
+        """Whether everything that this rank of prefill has to write has landed."""
+        owed = self.units_from(writer)
+        return self.landed_units & owed == owed
+
+    def blames_only(self, writer: Slice, life: int) -> bool:
+        """Whether it ended otherwise than done because of this life of a rank of prefill, and of no other rank."""
+        tellers = [teller for teller, code in self.told_by.items() if code is self.code]
+        return writer.is_whole_engine or tellers == [life]

@@ -14,9 +14,13 @@ from itertools import islice
 from kvpush.testing.rows import Row, all_rows, counting_rows
 from kvpush.testing.scenario import draw
 from kvpush.testing.simulation import ACTIONS, BrokenRule, Result, Simulation
+from kvpush.testing.slices import Spread
 
 MAX_WORKERS = 2
 SEEDS_PER_BATCH = 25
+SPREADS_SHOWN = 12  # in a report, the most frequent
+
+ALONE = Spread()  # an engine of one process
 
 
 @dataclass(slots=True)
@@ -29,6 +33,9 @@ class Totals:
     elapsed_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
+    # how a prefill and a decode engine were spread over ranks -> receives that were done between them
+    served: Counter[tuple[Spread, Spread]] = field(default_factory=Counter)
+    num_with_ranks: int = 0  # seeds in which some engine had several
     rows: Counter[Row] = field(default_factory=Counter)
     failures: dict[int, BrokenRule] = field(default_factory=dict)  # by seed
 
@@ -39,6 +46,8 @@ class Totals:
         self.simulated_s += result.simulated_s
         self.faults += result.faults
         self.outcomes += result.outcomes
+        self.served += result.served
+        self.num_with_ranks += any(spread != ALONE for pair in result.served for spread in pair)
         if result.failure is not None:
             self.failures[result.seed] = result.failure
 
@@ -49,6 +58,8 @@ class Totals:
         self.simulated_s += other.simulated_s
         self.faults += other.faults
         self.outcomes += other.outcomes
+        self.served += other.served
+        self.num_with_ranks += other.num_with_ranks
         self.rows += other.rows
         self.failures |= other.failures
 
@@ -64,6 +75,9 @@ class Totals:
 
     def report(self) -> str:
         """For people."""
+        alone = self.served[ALONE, ALONE]
+        unequal = sum(count for (prefill, decode), count in self.served.items() if prefill != decode)
+        pairs = ", ".join(f"{one} to {other} {count}" for (one, other), count in self.served.most_common(SPREADS_SHOWN))
         lines = [
             f"seeds       {self.num_seeds}, {len(self.failures)} of them broke a rule",
             f"steps       {self.num_steps} events in {self.simulated_s / 3600:.1f} simulated hours",
@@ -71,6 +85,9 @@ class Totals:
             f"faults      {sum(self.faults.values())}: "
             + ", ".join(f"{name} {count}" for name, count in self.faults.most_common()),
             "outcomes    " + ", ".join(f"{name} {count}" for name, count in sorted(self.outcomes.items())),
+            f"ranks       {self.num_with_ranks} seeds with engines of several; {sum(self.served.values()) - alone} "
+            f"receives done there, {unequal} between engines that are spread unequally",
+            f"spreads     {len(self.served)} pairs: {pairs}{', ...' if len(self.served) > SPREADS_SHOWN else ''}",
         ]
         for table in dict.fromkeys(row[0] for row in sorted(all_rows())):
             rows = {row for row in all_rows() if row[0] == table}

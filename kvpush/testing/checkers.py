@@ -18,6 +18,7 @@ from kvpush.config import HoldPolicy
 from kvpush.errors import FailureCode
 from kvpush.events import BlocksReleased, Outcome, PushFinished, ReceiveFinished, StaleReason, Transition
 from kvpush.lifecycle import ENGINE, State, Trigger
+from kvpush.parallel import Share, readers
 from kvpush.pushes import as_decode_sees_it
 from kvpush.testing.accounts import Push, Receive
 from kvpush.testing.decode_engine import DecodeEngine
@@ -27,6 +28,7 @@ from kvpush.testing.observer import Observer
 from kvpush.testing.oracle import Grant
 from kvpush.testing.prefill_engine import PrefillEngine
 from kvpush.testing.violations import Violation
+from kvpush.wire import Rank
 
 if TYPE_CHECKING:
     from kvpush.testing.world import World
@@ -44,6 +46,12 @@ class _Claim:
     receive: Receive
     epoch: int
     links: set[int]  # the serial numbers of the untouched links between the two at that time
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether this rank of prefill has done its part: what becomes of the transfer elsewhere is not its concern."""
+        writer = self.prefill.held
+        return not writer.is_whole_engine and self.receive.has_all_from(writer)
 
     def is_heard(self, world: World) -> bool:
         """Whether both run, and a link of that time still stands and has never been touched."""
@@ -99,11 +107,11 @@ class AgesByClock(Observer):
         self._changed_s: dict[tuple[int, int], float] = {}  # (life, generation) -> its last change
         self._seen: dict[int, int] = {}
         self._handshaking: dict[tuple[int, int], float] = {}  # (life, generation) -> its last activity
-        self._heard: set[tuple[int, str]] = set()  # (life, engine id) of messages since the last turn
+        self._heard: set[tuple[int, str, Rank]] = set()  # (life, engine id, rank) of messages since the last turn
 
     def handled(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
         if peer is not None:
-            self._heard.add((engine.life, peer.engine_id))
+            self._heard.add((engine.life, peer.engine_id, peer.rank))
 
     def posted(self, engine: PrefillEngine, write: FakeWrite, grant: Grant) -> None:
         incarnation = grant.sink.identity.incarnation
@@ -140,14 +148,15 @@ class AgesByClock(Observer):
                 if shot.state == State.handshaking and key in self._handshaking:
                     if (
                         active_s > self._handshaking[key] + EPSILON_S
-                        and (engine.life, shot.engine_id) not in self._heard
+                        and (engine.life, shot.engine_id, shot.rank) not in self._heard
                     ):
                         raise Violation("pushes-refresh", f"{engine!r}: {shot} was refreshed in its handshake")
                     self._handshaking[key] = active_s
 
     def _check_not_written_to(self, engine: Engine, change: Transition) -> None:
+        incarnations = [s.incarnation for s in engine.registry.snapshot() if s.generation == change.generation]
         for grant in self._world.oracle.tracked():
-            if grant.source is engine and grant.sink.engine_id == change.engine_id:
+            if grant.source is engine and grant.sink.identity.incarnation in incarnations:
                 reason = f"{engine!r}: {change}, while a WRITE of {grant.push!r} is in flight to it"
                 raise Violation("pinned-while-written", reason)
 
@@ -239,7 +248,7 @@ class FirstCause(Observer):
         is_refusal = message.code in (FailureCode.already_served, FailureCode.claimed)
         if push is None or is_refusal or push.told_code is not None or not isinstance(peer, DecodeEngine):
             return
-        if push.receive is not None and push.receive is peer.receive_of(message.epoch):
+        if push.receives.get(peer.rank) is not None and push.receives[peer.rank] is peer.receive_of(message.epoch):
             push.told_code = message.code
 
     def emitted(
@@ -262,24 +271,25 @@ class ToldAtOnce(Observer):
     def __init__(self, world: World) -> None:
         self._world = world
         self._claims: dict[tuple[int, str], list[_Claim]] = {}  # (prefill's life, transfer id) -> registrations
-        self._registered: dict[tuple[int, int], _Claim] = {}  # (decode's life, epoch) -> the newest
-        self._cancels: set[tuple[int, int]] = set()  # (decode's life, epoch)
+        # (decode's life, epoch) -> by life of each rank of prefill, the newest
+        self._registered: dict[tuple[int, int], dict[int, _Claim]] = {}
+        self._cancels: set[tuple[int, int, int]] = set()  # (decode's life, epoch, prefill's life)
         self._unheard: list[tuple[float, _Claim, PushFinished]] = []
         self._ended: list[_Claim] = []
 
     def sent(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
-        if isinstance(message, wire.Cancel):
-            self._cancels.add((engine.life, message.epoch))
+        if isinstance(message, wire.Cancel) and peer is not None:
+            self._cancels.add((engine.life, message.epoch, peer.life))
         elif isinstance(message, wire.Register) and isinstance(engine, DecodeEngine):
             receive = engine.receive_of(message.epoch)
             if isinstance(peer, PrefillEngine) and receive is not None:
                 claim = _Claim(peer, engine, receive, message.epoch, self._world.network.pristine(engine, peer))
-                self._registered[engine.life, message.epoch] = claim
+                self._registered.setdefault((engine.life, message.epoch), {})[peer.life] = claim
 
     def handled(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
         if isinstance(message, wire.Register) and peer is not None:
-            claim = self._registered.get((peer.life, message.epoch))
-            if claim is not None and claim.prefill is engine:
+            claim = self._registered.get((peer.life, message.epoch), {}).get(engine.life)
+            if claim is not None:
                 self._claims.setdefault((engine.life, message.transfer_id), []).append(claim)
 
     def emitted(
@@ -291,26 +301,70 @@ class ToldAtOnce(Observer):
                     self._unheard.append((self._world.clock() + SOON_S, claim, event))
         elif isinstance(event, ReceiveFinished) and isinstance(account, Receive) and account.epoch is not None:
             is_own_decision = event.outcome is Outcome.expired or event.code is FailureCode.cancelled_by_caller
-            registered = self._registered.get((engine.life, account.epoch))
-            if is_own_decision and registered is not None:
-                self._ended.append(registered)
+            for claim in self._registered.get((engine.life, account.epoch), {}).values():
+                # what one rank of prefill said, the others have to be told
+                is_news = is_own_decision or (account.told_by and claim.prefill.life not in account.told_by)
+                if is_news and event.outcome is not Outcome.done:
+                    self._ended.append(claim)
 
     def turned(self) -> None:
         if self._ended:
             ended, self._ended = self._ended, []
             for claim in ended:
-                if claim.is_heard(self._world) and (claim.decode.life, claim.epoch) not in self._cancels:
-                    raise Violation(self.name, f"{claim.decode!r} gave up {claim.receive!r}, and prefill is not told")
+                key = claim.decode.life, claim.epoch, claim.prefill.life
+                if claim.is_heard(self._world) and key not in self._cancels and not claim.is_settled:
+                    reason = f"{claim.decode!r} gave up {claim.receive!r}, and {claim.prefill!r} is not told"
+                    raise Violation(self.name, reason)
         if self._unheard:
             self._unheard = [promise for promise in self._unheard if self._is_owed(*promise)]
 
     def _is_owed(self, due_s: float, claim: _Claim, event: PushFinished) -> bool:
-        if claim.receive.is_over or not claim.is_heard(self._world):
+        if claim.receive.is_over or claim.is_settled or not claim.is_heard(self._world):
             return False
         if self._world.clock() > due_s:
             reason = f"{claim.prefill!r}: {event}, and {claim.decode!r} still waits for {claim.receive!r}"
             raise Violation(self.name, reason)
         return True
+
+
+class EveryRankServed(Observer):
+    """A push is done when every rank of the decode engine that it has bytes for, or that must hear of it, has asked for
+    them; not when as many have asked as there are, or one has everything."""
+
+    name = "every-rank-served"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # (prefill's life, transfer id) -> engine and share of those who have asked since the last push of this id
+        self._asked: dict[tuple[int, str], set[tuple[str, Share]]] = {}
+
+    def handled(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
+        if isinstance(message, wire.Register) and peer is not None:
+            self._asked.setdefault((engine.life, message.transfer_id), set()).add((peer.engine_id, peer.held.share))
+
+    def emitted(
+        self, engine: Engine, account: Push | Receive, event: PushFinished | ReceiveFinished | BlocksReleased
+    ) -> None:
+        if not isinstance(event, PushFinished):
+            return
+        asked = self._asked.pop((engine.life, event.transfer_id), set())
+        if event.outcome is not Outcome.done or not isinstance(account, Push):
+            return
+        found = {share for engine_id, share in asked if engine_id == event.engine_id}
+        # an engine that came back spread differently may have asked, too
+        missing = [self._missing(engine, found, share) for share in found]
+        if all(missing):
+            raise Violation(self.name, f"{engine!r}: {event} is done, but ranks {missing} have not asked for it")
+        num_units = sum(receive.units_from(engine.held).bit_count() for receive in account.receives.values())
+        if event.num_bytes != num_units * engine.held.model.unit_bytes:
+            raise Violation(self.name, f"{engine!r}: {event}, but its receives have {num_units} units of it")
+
+    @staticmethod
+    def _missing(engine: Engine, asked: set[Share], share: Share) -> list[Rank]:
+        """Ranks of an engine of this shape that were not heard of."""
+        needed = readers(engine.held.share, share.pp_size, share.tp_size, [engine.held.model.num_heads])
+        sizes = share.pp_size, share.tp_size
+        return sorted(needed - {other.rank for other in asked if (other.pp_size, other.tp_size) == sizes})
 
 
 class InTime(Observer):
@@ -363,7 +417,7 @@ class InTime(Observer):
             return
         in_flight = self._world.oracle.in_flight_of(push)
         # what the device has not computed yet, in a push that has begun, is decode's to wait for: its deadline ends it
-        is_decodes = push.num_fenced > 0 and push.receive is not None
+        is_decodes = push.num_fenced > 0 and bool(push.receives)
         if not in_flight and not is_decodes and now_s > push.lease_from_s + engine.config.lease_s:
             raise Violation(self.name, f"{engine!r}: {push!r} waits past its lease")
         for grant in in_flight:
@@ -411,6 +465,7 @@ def all_checkers(world: World) -> list[Observer]:
         Drained(world),
         FirstCause(world),
         ToldAtOnce(world),
+        EveryRankServed(world),
         InTime(world),
         Bounded(world),
     ]

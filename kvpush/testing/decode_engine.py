@@ -1,4 +1,4 @@
-"""A decode engine in a world: its core, the effects of it, and its caller."""
+"""A decode engine in a world, or one rank of it: its core, the effects of it, and its caller."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvpush.link import LinkClosed, LinkEvent, LinkOpened
 from kvpush.testing.accounts import Receive
 from kvpush.testing.engine import Engine
 from kvpush.testing.memory import CANARY
+from kvpush.testing.slices import Slice
 from kvpush.testing.violations import Violation
 
 if TYPE_CHECKING:
@@ -28,12 +29,20 @@ class DecodeEngine(Engine):
     """Made by :meth:`World.decode`."""
 
     def __init__(
-        self, world: World, engine_id: str, life: int, num_blocks: int, config: Config, clock_offset_s: float
+        self,
+        world: World,
+        engine_id: str,
+        life: int,
+        num_blocks: int,
+        held: Slice,
+        config: Config,
+        clock_offset_s: float,
     ) -> None:
-        super().__init__(world, engine_id, life, "KBHND", num_blocks, config, clock_offset_s)
+        super().__init__(world, engine_id, life, "KBHND", num_blocks, held, config, clock_offset_s)
         self.memory.fill(range(num_blocks), CANARY)
         self.receives: list[Receive] = []
-        self.tainted: set[int] = set()  # blocks that a late WRITE has hit after they were given up unproven
+        # block -> its units that a late WRITE has hit after they were given up unproven
+        self.tainted: dict[int, int] = {}
         self._open: dict[str, Receive] = {}
         self._held: dict[str, deque[Receive]] = {}
         self._by_epoch: dict[int, Receive] = {}
@@ -55,13 +64,17 @@ class DecodeEngine(Engine):
         deadline_s: float | None = None,
         incarnation: str = "",
     ) -> Receive:
-        """As ``DecodeReceiver.expect``. Raises UsageError for an id or a block that is in use."""
+        """As ``DecodeReceiver.expect``. ``source``: any rank of the prefill engine, and ``incarnation`` is that rank's.
+
+        Raises UsageError for an id or a block that is in use.
+        """
         if transfer_id in self._open:
             raise UsageError(f"{self!r}: {transfer_id!r} is expected already")
         if taken := [block for block in block_ids if block in self._granted]:
             raise UsageError(f"{self!r}: blocks {taken} belong to {self._granted[taken[0]]!r}")
         limit_s = self.config.receive_deadline_s if deadline_s is None else deadline_s
-        receive = Receive(transfer_id, {first_block + i: block for i, block in enumerate(block_ids)})
+        positions = {first_block + i: block for i, block in enumerate(block_ids)}
+        receive = Receive(transfer_id=transfer_id, block_ids=positions, held=self.held, source=source)
         receive.deadline_s = self.now_s() + limit_s
         self.receives.append(receive)
         self._open[transfer_id] = receive
@@ -94,6 +107,7 @@ class DecodeEngine(Engine):
     def close(self) -> None:
         """As the loop ends."""
         self._called("close", "")
+        self.is_closing = True
         self._perform(self.core.close(self.now_s()))
         self.world.run_for(self.config.close_timeout_s, until=lambda: self.core.num_receives == 0)
         self.transport.close()
@@ -105,7 +119,13 @@ class DecodeEngine(Engine):
         """Another process with the same id. The old one is killed if it lives."""
         if self.is_alive:
             self.kill()
-        return self.world.decode(self.engine_id, num_blocks=self.num_blocks, config=self.config)
+        return self.world.decode(
+            self.engine_id,
+            num_blocks=self.num_blocks,
+            config=self.config,
+            share=self.held.share,
+            layers=self.held.layers,
+        )
 
     def receive_of(self, epoch: int) -> Receive | None:
         """The receive that was registered under this epoch."""
@@ -157,7 +177,7 @@ class DecodeEngine(Engine):
         self.memory.fill(receive.block_ids.values(), CANARY)
         for block in receive.block_ids.values():
             del self._granted[block]
-            self.tainted.discard(block)
+            self.tainted.pop(block, None)
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
@@ -174,6 +194,10 @@ class DecodeEngine(Engine):
         peer = self.world.peer_of(self, event.link)
         for observer in self.world.observers:
             observer.handled(self, peer, message)
+        if isinstance(message, wire.Failed) and peer is not None:
+            receive = self._by_epoch.get(message.epoch)
+            if receive is not None and not receive.is_over:
+                receive.told_by.setdefault(peer.life, message.code)
         return self.core.message(event.link, message, now_s)
 
     def _look_at_transport(self) -> bool:
@@ -221,4 +245,7 @@ class DecodeEngine(Engine):
 
 
 def _source(engine: PrefillEngine, incarnation: str = "") -> decode.Source:
-    return decode.Source(engine.engine_id, 1, 1, {(0, 0): engine.address}, {(0, 0): incarnation})
+    """All ranks of its engine, as far as they have ever started."""
+    addresses = {other.rank: other.address for other in engine.siblings()} | {engine.rank: engine.address}
+    share = engine.held.share
+    return decode.Source(engine.engine_id, share.pp_size, share.tp_size, addresses, {engine.rank: incarnation})

@@ -1,4 +1,4 @@
-"""One life of one engine in a world: what a process is, whichever side it is on.
+"""One life of one rank of an engine in a world: what a process is, whichever side it is on.
 
 It drives its core the way the loops of ``PrefillPusher`` and ``DecodeReceiver`` do: messages are encoded and decoded,
 effects are carried out in order, timers fire when they are due.
@@ -20,7 +20,9 @@ from kvpush.link import LinkEvent
 from kvpush.registry import Registry
 from kvpush.testing.fake_transport import FakeTransport
 from kvpush.testing.memory import Memory
+from kvpush.testing.slices import Slice
 from kvpush.testing.violations import Violation
+from kvpush.wire import Rank
 
 if TYPE_CHECKING:
     from kvpush.testing.world import World
@@ -35,7 +37,15 @@ class Engine(ABC):
     core: prefill.PrefillCore | decode.DecodeCore
 
     def __init__(
-        self, world: World, engine_id: str, life: int, dims: str, num_blocks: int, config: Config, clock_offset_s: float
+        self,
+        world: World,
+        engine_id: str,
+        life: int,
+        dims: str,
+        num_blocks: int,
+        held: Slice,
+        config: Config,
+        clock_offset_s: float,
     ) -> None:
         self.world = world
         self.clock_offset_s = clock_offset_s
@@ -44,20 +54,31 @@ class Engine(ABC):
         self.num_blocks = num_blocks
         self.is_alive = True
         self.is_frozen = False
+        self.is_closing = False
         self.was_killed = False
         self.life = life
-        self.memory = Memory(dims, num_blocks, world.num_layers)
-        spec = KVCacheSpec(dims=dims, model=world.model)
+        self.held = held
+        self.memory = Memory(dims, num_blocks, held)
+        share = held.share
+        spec = KVCacheSpec(
+            dims=dims,
+            model=world.model,
+            tp_rank=share.tp_rank,
+            tp_size=share.tp_size,
+            pp_rank=share.pp_rank,
+            pp_size=share.pp_size,
+            total_kv_heads=held.model.num_heads,
+        )
         self.geometry = geometry_of(self.memory.tensors, spec)
         self.identity = Identity(
             engine_id,
             incarnation=f"life {life}",
-            share=spec.share,
-            agent_name=f"{engine_id}/0.0#{life}",
+            share=share,
+            agent_name=f"{engine_id}/{share.pp_rank}.{share.tp_rank}#{life}",
             fingerprint=fingerprint(self.geometry, spec),
             holdings=holdings_of(self.geometry),
         )
-        self.registry = Registry(config, self.now_s, random.Random(f"{world.seed} {engine_id} {life}"))
+        self.registry = Registry(config, self.now_s, random.Random(f"{world.seed} {self.name} {life}"))
         self.transport: FakeTransport = world.fabric.transport(
             self.identity.agent_name, self.geometry.memory, memory_ranges(self.geometry), config
         )
@@ -67,8 +88,15 @@ class Engine(ABC):
 
     @property
     def name(self) -> str:
-        """Its name on the network, which a restarted engine inherits."""
-        return self.engine_id
+        """Its name on the network, which a restarted process inherits: its engine's, with its rank if it has others."""
+        if self.held.is_whole_engine:
+            return self.engine_id
+        return f"{self.engine_id}/{self.rank[0]}.{self.rank[1]}"
+
+    @property
+    def rank(self) -> Rank:
+        """``(pp_rank, tp_rank)``; (0, 0) for an engine that is one process."""
+        return self.held.share.rank
 
     @property
     def agent_name(self) -> str:
@@ -79,6 +107,11 @@ class Engine(ABC):
     def is_running(self) -> bool:
         """Alive and awake."""
         return self.is_alive and not self.is_frozen
+
+    @property
+    def is_serving(self) -> bool:
+        """Running, and not about to close: its callers may call."""
+        return self.is_running and not self.is_closing
 
     def now_s(self) -> float:
         """Its own monotonic clock, which started at another time than everybody else's."""
@@ -159,6 +192,10 @@ class Engine(ABC):
             observer.called(self, call, transfer_id, detail)
 
     @abstractmethod
+    def restart(self) -> Engine:
+        """Another process in its place, with the same names. The old one is killed if it lives."""
+
+    @abstractmethod
     def cancel(self, transfer_id: str) -> None:
         """The caller gives a transfer up."""
 
@@ -176,4 +213,4 @@ class Engine(ABC):
     def _perform(self, effects: Iterable[Any]) -> None: ...
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.engine_id!r} life {self.life}>"
+        return f"<{type(self).__name__} {self.name!r} life {self.life}>"

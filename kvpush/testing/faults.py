@@ -245,7 +245,7 @@ def _register_for_nothing(run: Simulation, prefill: PrefillEngine, decode: Decod
     links = [link for link in run.world.network.links_of(prefill) if run.world.peer_of(prefill, link) is decode]
     for transfer_id in _open_ids(prefill) if links and prefill.is_running else []:
         run.count("confused_peer")
-        run.world.struck("confused_peer", f"{decode.engine_id} wants nothing of {transfer_id} any more")
+        run.world.struck("confused_peer", f"{decode.name} wants nothing of {transfer_id} any more")
         run.num_confused += 1
         message = wire.Register(transfer_id, 2**40 + run.num_confused, (), 3000)
         prefill.link_event(LinkMessage(links[-1], wire.encode(message)))
@@ -308,14 +308,22 @@ def _victim(run: Simulation, numbers: Sequence[int]) -> Engine | None:
     return run.decode(numbers[0])
 
 
-def frozen(run: Simulation, numbers: Sequence[int]) -> bool:
-    """SIGSTOP, and SIGCONT after a while."""
+def _victims(run: Simulation, numbers: Sequence[int]) -> list[Engine]:
+    """A process; sometimes all of its engine, as when a host or a launcher goes, and sometimes all but the first."""
     victim = _victim(run, numbers)
     if victim is None:
-        return False
-    victim.freeze()
-    run.world.schedule(_span(numbers[3]), partial(_thaw, victim, 0.0))
-    return True
+        return []
+    ranks = [rank for rank in run.world.ranks_of(victim.engine_id) if rank.is_running]
+    return [ranks, ranks[1:] or ranks, [victim], [victim], [victim]][numbers[4] % 5]
+
+
+def frozen(run: Simulation, numbers: Sequence[int]) -> bool:
+    """SIGSTOP, and SIGCONT after a while."""
+    victims = _victims(run, numbers)
+    for victim in victims:
+        victim.freeze()
+        run.world.schedule(_span(numbers[3]), partial(_thaw, victim, 0.0))
+    return bool(victims)
 
 
 def clock_paused(run: Simulation, numbers: Sequence[int]) -> bool:
@@ -336,22 +344,20 @@ def _thaw(victim: Engine, clock_stood_s: float) -> None:
 
 def killed(run: Simulation, numbers: Sequence[int]) -> bool:
     """SIGKILL. Another life begins after a while."""
-    victim = _victim(run, numbers)
-    if victim is None:
-        return False
-    victim.kill()
-    run.world.schedule(_span(numbers[3]), partial(run.restart, victim))
-    return True
+    victims = _victims(run, numbers)
+    for victim in victims:
+        victim.kill()
+        run.world.schedule(_span(numbers[3]), partial(run.restart, victim))
+    return bool(victims)
 
 
 def restarted(run: Simulation, numbers: Sequence[int]) -> bool:
     """SIGKILL, and another life at once with the same id and address, before anybody has noticed."""
-    victim = _victim(run, numbers)
-    if victim is None:
-        return False
-    victim.kill()
-    run.restart(victim)
-    return True
+    victims = _victims(run, numbers)
+    for victim in victims:
+        victim.kill()
+        run.restart(victim)
+    return bool(victims)
 
 
 def vanished(run: Simulation, numbers: Sequence[int]) -> bool:
@@ -379,7 +385,10 @@ def address_taken(run: Simulation, numbers: Sequence[int]) -> bool:
     if victim is None:
         return False
     victim.kill()
-    stranger = run.world.prefill("px", config=victim.config, address=victim.address)
+    held = victim.held
+    stranger = run.world.prefill(
+        "px", config=victim.config, address=victim.address, share=held.share, layers=held.layers
+    )
 
     def come_back() -> None:
         if stranger.is_alive:
@@ -396,7 +405,7 @@ def address_taken(run: Simulation, numbers: Sequence[int]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class ArmedWrite:
-    """Waits for the next WRITE between two engines."""
+    """Waits for the next WRITE to a process."""
 
     fault: str
     target: str
@@ -404,7 +413,7 @@ class ArmedWrite:
 
 
 def _arm_write(run: Simulation, fault: str, numbers: Sequence[int], act: Callable[[FakeWrite], None]) -> bool:
-    run.armed_writes.append(ArmedWrite(fault, run.target(numbers[0]).engine_id, act))
+    run.armed_writes.append(ArmedWrite(fault, run.target(numbers[0]).name, act))
     run.world.write_fate = run.write_fate
     return False  # counted when it strikes
 
@@ -546,6 +555,8 @@ def cancel_at_worst(run: Simulation, numbers: Sequence[int]) -> bool:
         run.world.struck("cancel_at_worst", transfer_id or "everything that is open")
         for engine in list(run.world.running()):
             side = 0 if isinstance(engine, PrefillEngine) else 1
+            if numbers[2] % 2 and engine.rank[1] != numbers[3] % engine.held.share.tp_size:
+                continue  # some ranks are told, and the others are not
             if who in (side, 2):
                 for named in _open_ids(engine):
                     if named == transfer_id or not transfer_id:
@@ -564,12 +575,68 @@ def frozen_at_worst(run: Simulation, numbers: Sequence[int]) -> bool:
             victim = run.prefill(numbers[3])
         if victim is not None:
             run.count("frozen_at_worst")
-            run.world.struck("frozen_at_worst", victim.engine_id)
+            run.world.struck("frozen_at_worst", victim.name)
             victim.freeze()
             run.world.schedule((0.9, 3.0, 3.0, 6.0)[numbers[4] % 4], partial(_thaw, victim, 0.0))
 
     run.ambush.waiting.append((FREEZING_MOMENTS[numbers[0] % len(FREEZING_MOMENTS)], strike))
     return False  # counted when it strikes
+
+
+RESTARTING_MOMENTS = (
+    "handled Register",
+    "handled Register",
+    "sent MetadataRequest",
+    "handled Metadata",
+    "posted",
+    "landed",
+)
+
+
+def rank_restarted(run: Simulation, numbers: Sequence[int]) -> bool:
+    """One rank of an engine is killed just when something happens to a transfer of its, starts again at once, and is
+    asked again for what its predecessor was asked for: to the rest of its engine nothing has happened."""
+
+    def strike(transfer_id: str) -> None:
+        ranks: list[DecodeEngine | PrefillEngine] = []
+        if numbers[1] % 3 or run.scenario.setup.has_bystander:
+            ranks += [rank for engine_id in run.target_ids for rank in run.decode_engine(engine_id)]
+        else:
+            ranks += run.prefills
+        victims = [rank for rank in ranks if rank.is_serving and _open_ids(rank)]
+        if victims:
+            victim = victims[numbers[2] % len(victims)]
+            run.count("rank_restarted")
+            run.world.struck("rank_restarted", victim.name)
+            victim.kill()
+            run.restart(victim)
+            _ask_again(run, victim)
+
+    run.ambush.waiting.append((RESTARTING_MOMENTS[numbers[0] % len(RESTARTING_MOMENTS)], strike))
+    return False  # counted when it strikes
+
+
+def _ask_again(run: Simulation, dead: DecodeEngine | PrefillEngine) -> None:
+    """The successor gets what was open."""
+    if isinstance(dead, DecodeEngine):
+        (reader,) = [rank for rank in run.decode_engine(dead.engine_id) if rank.rank == dead.rank]
+        for receive in dead.receives:
+            blocks = reader.free_blocks()[: len(receive.block_ids)]
+            if not receive.is_over and len(blocks) == len(receive.block_ids):
+                source = run.prefill_engine(receive.source.engine_id)[0]
+                reader.expect(receive.transfer_id, blocks, source, first_block=min(receive.block_ids, default=0))
+    else:
+        (writer,) = [rank for rank in run.prefill_engine(dead.engine_id) if rank.rank == dead.rank]
+        for push in dead.pushes:
+            if not push.is_over:
+                writer.push(push.transfer_id, writer.free_blocks()[: len(push.block_ids)])
+
+
+def spread_anew(run: Simulation, numbers: Sequence[int]) -> bool:
+    """An engine leaves, in order or not, and comes back under its id spread over more or fewer ranks."""
+    is_prefill = numbers[2] % 4 == 0 and not run.scenario.setup.has_bystander
+    ranks: Sequence[Engine] = run.source_ranks(numbers[1]) if is_prefill else run.target_ranks(numbers[0])
+    return run.spread_anew(ranks[0].engine_id, numbers[4], in_order=bool(numbers[3] % 2))
 
 
 def _span(number: int) -> float:
@@ -603,4 +670,7 @@ FAULTS = [
     Action("nixl_refuses", 1, True, nixl_refuses, spares_bystander=False),
     Action("cancel_at_worst", 4, True, cancel_at_worst),
     Action("frozen_at_worst", 3, True, frozen_at_worst),
+    # drawn only where there are ranks
+    Action("rank_restarted", 0, True, rank_restarted),
+    Action("spread_anew", 0, True, spread_anew),
 ]

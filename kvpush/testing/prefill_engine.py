@@ -1,4 +1,4 @@
-"""A prefill engine in a world: its core, the effects of it, and its caller."""
+"""A prefill engine in a world, or one rank of it: its core, the effects of it, and its caller."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from kvpush.testing.accounts import Push
 from kvpush.testing.engine import Engine
 from kvpush.testing.memory import SCRIBBLE
 from kvpush.testing.network import Address
+from kvpush.testing.slices import Slice
 from kvpush.testing.violations import Violation
 from kvpush.transport import WriteHandle
 
@@ -34,11 +35,12 @@ class PrefillEngine(Engine):
         engine_id: str,
         life: int,
         num_blocks: int,
+        held: Slice,
         config: Config,
         clock_offset_s: float,
         address: Address,
     ) -> None:
-        super().__init__(world, engine_id, life, "BKHND", num_blocks, config, clock_offset_s)
+        super().__init__(world, engine_id, life, "BKHND", num_blocks, held, config, clock_offset_s)
         self.address = address
         self.memory.fill(range(num_blocks), SCRIBBLE)
         self.pushes: list[Push] = []
@@ -85,7 +87,7 @@ class PrefillEngine(Engine):
         self._perform(
             self.core.push(
                 transfer_id,
-                (Part(0, (range(self.world.num_layers),), first_block, np.array(block_ids, dtype=np.int64)),),
+                (Part(0, (range(len(self.held.layers)),), first_block, np.array(block_ids, dtype=np.int64)),),
                 last=last,
                 fenced=fenced,
                 now_s=self.now_s(),
@@ -121,6 +123,7 @@ class PrefillEngine(Engine):
     def close(self) -> None:
         """As the loop ends: settle what settles within ``close_timeout_s``, abandon the rest, destroy the agent."""
         self._called("close", "")
+        self.is_closing = True
         self._perform(self.core.close(self.now_s()))
         self.world.run_for(self.config.close_timeout_s, until=lambda: not self._handles)
         self._perform(self.core.abandon(self.now_s()))
@@ -136,7 +139,18 @@ class PrefillEngine(Engine):
         """Another process with the same id at the same address. The old one is killed if it lives."""
         if self.is_alive:
             self.kill()
-        return self.world.prefill(self.engine_id, num_blocks=self.num_blocks, config=self.config, address=self.address)
+        return self.world.prefill(
+            self.engine_id,
+            num_blocks=self.num_blocks,
+            config=self.config,
+            address=self.address,
+            share=self.held.share,
+            layers=self.held.layers,
+        )
+
+    def siblings(self) -> list[PrefillEngine]:
+        """The newest life of each rank of its engine, itself among them unless it has a later one."""
+        return [rank for rank in self.world.ranks_of(self.engine_id) if isinstance(rank, PrefillEngine)]
 
     def owner_of(self, block_id: int) -> Push | None:
         """The push that this block is lent to."""
@@ -156,7 +170,7 @@ class PrefillEngine(Engine):
 
     def _compute(self, transfer_id: str, positions: dict[int, int]) -> None:
         for position, block in positions.items():
-            for layer in range(self.world.num_layers):
+            for layer in self.held.layers:
                 self.memory.write(layer, block, self.world.pattern(transfer_id, layer, position))
 
     def _take(self, event: PushFinished | BlocksReleased) -> None:

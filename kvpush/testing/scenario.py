@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvpush.config import Config, HoldPolicy
+from kvpush.testing.slices import Model, Spread
 
 if TYPE_CHECKING:
     from kvpush.testing.simulation import Simulation
@@ -43,6 +44,10 @@ CONFIG = Config(
 DELAYS_S = (0.0, 0.0, 0.0002, 0.001, 0.002, 0.01, 0.1, 0.5, 1.7, 4.2)
 MAX_NUMBER = 1 << 16
 
+RANKS_RATE = 1 / 3  # of seeds in which engines have several ranks
+MAX_PAIRS = 12  # of processes that talk to each other in these
+MAX_STEPS_WITH_RANKS = 30
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -59,7 +64,7 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Action:
     """``perform`` is given the simulation and the numbers; a fault says by ``True`` that it struck. ``weight``: how
-    often it is drawn, relative to the others of its sort."""
+    often it is drawn, relative to the others of its sort; 0: for engines of several ranks only."""
 
     name: str
     weight: float
@@ -82,6 +87,17 @@ class Setup:
     num_transfers: int  # ids in use, so few that uses of one collide
     clock_offsets_s: tuple[float, ...]
     write_latency_s: tuple[float, float]
+    shape: Model = Model()  # what all of them hold
+    spreads: tuple[Spread, ...] = ()  # of prefill engines, then of decode engines; none: every engine is one process
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether any engine is more than one process."""
+        return any(spread.num_ranks > 1 for spread in self.spreads)
+
+    def spread(self, number: int) -> Spread:
+        """Of one engine, prefill's first."""
+        return self.spreads[number] if self.spreads else Spread()
 
     def __str__(self) -> str:
         changed = [
@@ -92,6 +108,8 @@ class Setup:
         bystander = ", the last of them a bystander" if self.has_bystander else ""
         low_s, high_s = self.write_latency_s
         engines = f"{self.num_prefill} prefill, {self.num_decode} decode{bystander}"
+        if self.has_ranks:
+            engines += f" ({', '.join(map(str, self.spreads))}; {self.shape.num_heads} heads)"
         return f"{engines}; WRITEs take {low_s:g} to {high_s:g} s; {', '.join(changed) or 'usual settings'}"
 
 
@@ -108,7 +126,7 @@ def draw(seed: int, actions: Mapping[str, Action]) -> Scenario:
     """What this seed means. Depends on nothing but the seed and the actions there are."""
     rng = random.Random(f"kvpush scenario {seed}")
     setup = _drawn_setup(rng)
-    names = [action.name for action in actions.values() if action.is_fault]
+    names = [action.name for action in actions.values() if action.is_fault and action.weight]
     # not every fault in every run: some bugs show only where others do not interfere
     likely = {name for name in names if rng.random() < 0.6}
     fault_rate = rng.choice([0.05, 0.2, 0.4, 0.6])
@@ -127,7 +145,53 @@ def draw(seed: int, actions: Mapping[str, Action]) -> Scenario:
         (action,) = rng.choices(choice, [action.weight for action in choice])
         numbers = tuple(rng.randrange(MAX_NUMBER) for _ in range(NUMBERS))
         steps.append(Step(action.name, numbers, rng.choice(DELAYS_S)))
-    return Scenario(seed, setup, tuple(steps))
+    return _spread_out(Scenario(seed, setup, tuple(steps)), random.Random(f"kvpush ranks {seed}"))
+
+
+def _spread_out(scenario: Scenario, rng: random.Random) -> Scenario:
+    """The same in a third of all seeds, with engines of several ranks. These numbers come from a stream of their own:
+    the other seeds mean what they would mean without."""
+    if rng.random() >= RANKS_RATE:
+        return scenario
+    setup = scenario.setup
+    num_heads, tp_sizes = rng.choice([(6, (1, 2, 3)), (6, (1, 2, 3)), (2, (1, 2, 4)), (1, (1, 2, 3))])
+    shape = Model(rng.choice([2, 3]), num_heads)
+    spreads: list[Spread] = []
+    while not any(spread.num_ranks > 1 for spread in spreads):
+        spreads = _drawn_spreads(setup, shape, tp_sizes, rng)
+    most = max(spread.num_ranks for spread in spreads)
+    config = dataclasses.replace(
+        setup.config,
+        max_engines=setup.config.max_engines * most,  # records of ranks: one transfer needs those of a whole engine
+        max_write_bytes=setup.config.max_write_bytes * rng.choice([1, 2]),
+    )
+    setup = dataclasses.replace(setup, config=config, shape=shape, spreads=tuple(spreads))
+    steps = [_for_ranks(step, rng) for step in scenario.steps[:MAX_STEPS_WITH_RANKS]]
+    return dataclasses.replace(scenario, setup=setup, steps=tuple(steps))
+
+
+def _for_ranks(step: Step, rng: random.Random) -> Step:
+    """Now and then, what can happen only to engines of several ranks takes the place of a step."""
+    (action,) = rng.choices([step.action, "rank_restarted", "spread_anew"], [0.86, 0.12, 0.02])
+    return dataclasses.replace(step, action=action)
+
+
+def _drawn_spreads(setup: Setup, shape: Model, tp_sizes: Sequence[int], rng: random.Random) -> list[Spread]:
+    spreads: list[Spread] = []
+    for _ in range(setup.num_prefill + setup.num_decode):
+        pp_size = rng.choice([1, 1, 2])
+        first = rng.randint(1, shape.num_layers - 1)
+        stages = (first, shape.num_layers - first) if pp_size == 2 else ()
+        spreads.append(Spread(pp_size, rng.choice(tp_sizes), stages))
+    while _num_pairs(setup, spreads) > MAX_PAIRS:  # every pair has its heartbeats, which take time to play
+        largest = max(range(len(spreads)), key=lambda i: spreads[i].num_ranks)
+        spreads[largest] = Spread() if spreads[largest].pp_size == 1 else Spread(1, spreads[largest].tp_size)
+    return spreads
+
+
+def _num_pairs(setup: Setup, spreads: Sequence[Spread]) -> int:
+    prefill, decode = spreads[: setup.num_prefill], spreads[setup.num_prefill :]
+    return sum(each.num_ranks for each in prefill) * sum(each.num_ranks for each in decode)
 
 
 def _drawn_setup(rng: random.Random) -> Setup:

@@ -29,14 +29,17 @@ from kvpush.testing.fake_transport import FakeWrite
 from kvpush.testing.observer import Observer
 from kvpush.testing.prefill_engine import PrefillEngine
 from kvpush.testing.scenario import Action, Scenario, Step
+from kvpush.testing.slices import Spread
 from kvpush.testing.violations import Violation
 from kvpush.testing.world import World
 
+T = TypeVar("T")
 E = TypeVar("E", bound=Engine)
 
 ACTIONS: dict[str, Action] = {action.name: action for action in [*callers.ACTIONS, *faults.FAULTS]}
 
 MAX_STEPS_TO_SETTLE = 20_000  # events until everything has come to rest, with faults off
+MAX_RANKS_ANEW = 3  # of an engine that comes back spread differently
 MAX_REST_STEPS_PER_S = 20  # of one link that nobody uses: heartbeats, and their timers
 
 
@@ -61,6 +64,8 @@ class Result:
     simulated_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)  # that struck, by kind
     outcomes: Counter[str] = field(default_factory=Counter)
+    # how a prefill and a decode engine were spread over ranks -> receives that were done between them
+    served: Counter[tuple[Spread, Spread]] = field(default_factory=Counter)
 
 
 class Simulation:
@@ -69,7 +74,9 @@ class Simulation:
     def __init__(self, scenario: Scenario, observers: Sequence[Observer] = ()) -> None:
         setup = scenario.setup
         self.scenario = scenario
-        self.world = World(scenario.seed, setup.config)
+        self.world = World(
+            scenario.seed, setup.config, num_layers=setup.shape.num_layers, num_heads=setup.shape.num_heads
+        )
         self.world.write_latency_s = setup.write_latency_s
         self.ambush = faults.Ambush(self)
         self.world.observers += [*observers, *all_checkers(self.world), self.ambush]
@@ -80,27 +87,72 @@ class Simulation:
         self.strangers: list[Callable[[], None]] = []  # who hold somebody else's address, and how to end it
         self.num_bystanders = 0
         self.num_confused = 0
-        offsets = setup.clock_offsets_s
-        self.prefills = [
-            self.world.prefill(f"p{i}", num_blocks=24, clock_offset_s=offsets[i]) for i in range(setup.num_prefill)
-        ]
-        self.decodes = [
-            self.world.decode(f"d{i}", clock_offset_s=offsets[setup.num_prefill + i]) for i in range(setup.num_decode)
-        ]
+        self.is_healed = False
+        self.prefill_ids = [f"p{i}" for i in range(setup.num_prefill)]
+        self.decode_ids = [f"d{i}" for i in range(setup.num_decode)]
+        # how each engine is spread over its ranks, from which life on
+        self.spreads: dict[str, list[tuple[int, Spread]]] = {}
+        for number, engine_id in enumerate(self.prefill_ids + self.decode_ids):
+            offset_s = setup.clock_offsets_s[number]
+            self.spreads[engine_id] = [(0, setup.spread(number))]
+            for share, layers in setup.spread(number).parts:
+                if number < setup.num_prefill:
+                    self.world.prefill(engine_id, num_blocks=24, clock_offset_s=offset_s, share=share, layers=layers)
+                else:
+                    self.world.decode(engine_id, clock_offset_s=offset_s, share=share, layers=layers)
 
     # --- who is there, for actions -----------------------------------------------------------------------------------
 
     @property
-    def bystander(self) -> DecodeEngine:
-        """The engine that no fault touches."""
-        return self.decodes[-1]
+    def prefills(self) -> list[PrefillEngine]:
+        """The newest life of every rank of every prefill engine."""
+        return [rank for engine_id in self.prefill_ids for rank in self.prefill_engine(engine_id)]
+
+    @property
+    def decodes(self) -> list[DecodeEngine]:
+        """The newest life of every rank of every decode engine."""
+        return [rank for engine_id in self.decode_ids for rank in self.decode_engine(engine_id)]
+
+    def prefill_engine(self, engine_id: str) -> list[PrefillEngine]:
+        """All its ranks, dead or alive."""
+        return [rank for rank in self.world.ranks_of(engine_id) if isinstance(rank, PrefillEngine)]
+
+    def decode_engine(self, engine_id: str) -> list[DecodeEngine]:
+        """All its ranks, dead or alive."""
+        return [rank for rank in self.world.ranks_of(engine_id) if isinstance(rank, DecodeEngine)]
+
+    @property
+    def bystander(self) -> list[DecodeEngine]:
+        """The ranks of the engine that no fault touches."""
+        return self.decode_engine(self.decode_ids[-1])
+
+    @property
+    def target_ids(self) -> list[str]:
+        """Decode engines that may be struck."""
+        return self.decode_ids[:-1] if self.scenario.setup.has_bystander else self.decode_ids
+
+    def target_ranks(self, number: int) -> list[DecodeEngine]:
+        """All ranks of a decode engine that may be struck, dead or alive."""
+        return self.decode_engine(_picked(self.target_ids, number))
+
+    def source_ranks(self, number: int) -> list[PrefillEngine]:
+        """All ranks of a prefill engine, dead or alive."""
+        return self.prefill_engine(_picked(self.prefill_ids, number))
+
+    def decode_ranks(self, number: int) -> list[DecodeEngine]:
+        """As :meth:`target_ranks`, those that run."""
+        return [rank for rank in self.target_ranks(number) if rank.is_serving]
+
+    def prefill_ranks(self, number: int) -> list[PrefillEngine]:
+        """As :meth:`source_ranks`, those that run."""
+        return [rank for rank in self.source_ranks(number) if rank.is_serving]
 
     def target(self, number: int) -> DecodeEngine:
-        """A decode engine, dead or alive, which may be struck."""
-        return _picked(self.decodes[:-1] if self.scenario.setup.has_bystander else self.decodes, number)
+        """A rank of a decode engine, dead or alive, which may be struck."""
+        return _picked([rank for engine_id in self.target_ids for rank in self.decode_engine(engine_id)], number)
 
     def source(self, number: int) -> PrefillEngine:
-        """A prefill engine, dead or alive: somebody whom decode is told about."""
+        """A rank of a prefill engine, dead or alive."""
         return _picked(self.prefills, number)
 
     def decode(self, number: int) -> DecodeEngine | None:
@@ -121,10 +173,49 @@ class Simulation:
 
     def restart(self, engine: Engine) -> None:
         """The next life, unless it has begun."""
-        if isinstance(engine, PrefillEngine) and engine in self.prefills and not engine.is_alive:
-            self.prefills[self.prefills.index(engine)] = engine.restart()
-        elif isinstance(engine, DecodeEngine) and engine in self.decodes and not engine.is_alive:
-            self.decodes[self.decodes.index(engine)] = engine.restart()
+        is_ours = engine.engine_id in self.prefill_ids or engine.engine_id in self.decode_ids
+        if is_ours and not engine.is_alive and engine in self.world.ranks_of(engine.engine_id):
+            engine.restart()
+
+    def spread_anew(self, engine_id: str, number: int, *, in_order: bool) -> bool:
+        """All ranks of an engine end, and it comes back spread over its ranks as some engine of this run was at first.
+        Whether that is another way than now."""
+        for end in self.strangers if engine_id in self.prefill_ids else ():
+            end()  # it comes back to its addresses
+        ranks, spread = self.world.ranks_of(engine_id), _picked(self.scenario.setup.spreads, number)
+        if spread.parts == [(rank.held.share, rank.held.layers) for rank in ranks] or spread.num_ranks > MAX_RANKS_ANEW:
+            return False
+        for rank in ranks if in_order else ():
+            if rank.is_serving:
+                rank.close()
+        for rank in self.world.ranks_of(engine_id):  # one may have come back while another closed
+            if rank.is_alive:
+                rank.kill()
+        self.spreads[engine_id].append((len(self.world.engines) + 1, spread))
+        addresses = iter([rank.address for rank in ranks if isinstance(rank, PrefillEngine)])
+        for share, layers in spread.parts:
+            if engine_id in self.prefill_ids:
+                address = next(addresses, None)
+                self.world.prefill(engine_id, num_blocks=24, share=share, layers=layers, address=address)
+            else:
+                self.world.decode(engine_id, share=share, layers=layers)
+        return True
+
+    def spread_of(self, engine: Engine) -> Spread:
+        """How its engine was spread over ranks in this life."""
+        return [spread for life, spread in self.spreads[engine.engine_id] if life <= engine.life][-1]
+
+    def later(self, delay_s: float, call: Callable[[], object]) -> None:
+        """A caller acts after a while, unless the world has healed by then; at once where there is nothing to wait."""
+
+        def act() -> None:
+            if not self.is_healed:
+                call()
+
+        if delay_s:
+            self.world.schedule(delay_s, act)
+        else:
+            act()
 
     def count(self, fault: str) -> None:
         """A fault struck."""
@@ -132,12 +223,12 @@ class Simulation:
 
     def write_fate(self, write: FakeWrite) -> bool:
         """Whether a fault that waits for a WRITE takes this one."""
-        engine_id = self.world.by_agent[write.target].engine_id
+        name = self.world.by_agent[write.target].name
         for armed in self.armed_writes:
-            if armed.target == engine_id:
+            if armed.target == name:
                 self.armed_writes.remove(armed)
                 self.count(armed.fault)
-                self.world.struck(armed.fault, f"WRITE to {engine_id}")
+                self.world.struck(armed.fault, f"WRITE to {name}")
                 armed.act(write)
                 return armed.fault != "write_doubtful"
         return False
@@ -167,6 +258,8 @@ class Simulation:
             side = "push" if isinstance(engine, PrefillEngine) else "receive"
             for account in _accounts_of(engine):
                 self.result.outcomes[f"{side} {account.outcome or 'died with its process'}"] += 1
+                if isinstance(account, Receive) and account.outcome is Outcome.done and account.block_ids:
+                    self.result.served[self.spread_of(account.source), self.spread_of(engine)] += 1
         return self.result
 
     def _take(self, step: Step) -> None:
@@ -178,7 +271,7 @@ class Simulation:
         self._check()
 
     def _shown(self, action: Action, step: Step) -> str:
-        return f"{self.target(step.numbers[0]).engine_id}, {self.source(step.numbers[1]).engine_id}"
+        return f"{self.target(step.numbers[0]).name}, {self.source(step.numbers[1]).name}"
 
     def _check(self) -> None:
         self.world.check()
@@ -187,6 +280,7 @@ class Simulation:
 
     def _heal(self) -> None:
         self.world.noted("all faults are over")
+        self.is_healed = True
         self.mischief.armed.clear()
         self.armed_writes.clear()
         self.ambush.waiting.clear()
@@ -265,16 +359,19 @@ class Simulation:
         the last pair has been forgotten before the next comes."""
         self.world.noted("every pair once more")
         config = self.scenario.setup.config
-        for prefill in self.prefills:
-            for decode in self.decodes:
+        for prefill_id in self.prefill_ids:
+            for decode_id in self.decode_ids:
                 if self._is_crowded:
                     self.world.advance(config.engine_ttl_s + config.evict_grace_s + 1)
-                name = f"after {prefill.engine_id} {decode.engine_id}"
-                receive = decode.expect(name, [0, 1], prefill)
-                push = prefill.push(name, [0, 1])
+                name = f"after {prefill_id} {decode_id}"
+                prefills = self.prefill_engine(prefill_id)
+                receives = [rank.expect(name, [0, 1], prefills[0]) for rank in self.decode_engine(decode_id)]
+                pushes = [rank.push(name, [0, 1]) for rank in prefills]
                 self.world.settle(self.bound_s)
-                if push.outcome is not Outcome.done or receive.outcome is not Outcome.done:
-                    raise Violation("serves-again", f"{push.finished!r}, {receive.finished!r}")
+                accounts: list[Push | Receive] = [*pushes, *receives]
+                for account in accounts:
+                    if account.outcome is not Outcome.done:
+                        raise Violation("serves-again", f"{account.finished!r}")
 
     def _close(self) -> None:
         self.world.noted("close")
@@ -296,8 +393,8 @@ def _accounts_of(engine: Engine) -> Sequence[Push | Receive]:
     return engine.receives
 
 
-def _picked(engines: list[E], number: int) -> E:
-    return engines[number % len(engines)]
+def _picked(things: Sequence[T], number: int) -> T:
+    return things[number % len(things)]
 
 
 def _running(engine: E) -> E | None:

@@ -55,7 +55,7 @@ class Trace(Observer):
         """Take the time from this simulation. Call it before the run."""
         self._clock = run.world.clock
         self._start_s = run.world.clock()
-        self._lanes = [engine.engine_id for engine in run.world.engines]
+        self._lanes = [engine.name for engine in run.world.engines]
 
     def _add(self, lane: str, text: str, to: str = "", shaft: str = "-", head: str = ">") -> None:
         for name in (lane, to):
@@ -66,10 +66,10 @@ class Trace(Observer):
     # --- recording ---------------------------------------------------------------------------------------------------
 
     def born(self, engine: Engine) -> None:
-        self._add(engine.engine_id, f"({engine.engine_id}: life {engine.life})")
+        self._add(engine.name, f"({engine.name}: life {engine.life})")
 
     def called(self, engine: Engine, call: str, transfer_id: str, detail: str) -> None:
-        self._add(engine.engine_id, " ".join(part for part in (call, transfer_id, detail) if part))
+        self._add(engine.name, " ".join(part for part in (call, transfer_id, detail) if part))
 
     def travelled(self, sender: str, receiver: str, frames: list[bytes], fate: str) -> None:
         message = _decoded(frames)
@@ -91,17 +91,17 @@ class Trace(Observer):
         else:
             code = "" if event.code is None else f" ({event.code})"
             text = f"{event.outcome}{code}{'' if event.blocks_reusable else ', blocks held'}"
-        self._add(engine.engine_id, f"* {event.transfer_id} {text}")
+        self._add(engine.name, f"* {event.transfer_id} {text}")
 
     def posted(self, engine: PrefillEngine, write: FakeWrite, grant: Grant) -> None:
-        self._add(engine.engine_id, f"posts WRITE {_named(grant)}")
+        self._add(engine.name, f"posts WRITE {_named(grant)}")
 
     def landed(self, write: FakeWrite, grant: Grant) -> None:
-        self._add(grant.source.engine_id, f"WRITE {_named(grant)}", grant.sink.engine_id, shaft="=")
+        self._add(grant.source.name, f"WRITE {_named(grant)}", grant.sink.name, shaft="=")
 
     def write_ended(self, engine: PrefillEngine, grant: Grant, failure: Failure | None) -> None:
         if failure is not None:
-            self._add(engine.engine_id, f"WRITE {_named(grant)}: {failure.code}")
+            self._add(engine.name, f"WRITE {_named(grant)}: {failure.code}")
 
     def struck(self, fault: str, detail: str) -> None:
         self._add("", f"!! {fault}: {detail}")

@@ -13,6 +13,14 @@ of its own, driven the way the loops of ``PrefillPusher`` and ``DecodeReceiver``
 decoded, effects are carried out in order, timers fire when they are due. Only the clock, the sockets and NIXL are
 fakes.
 
+**Ranks.** An engine that is spread over several ranks is as many processes, each with a core, a network name and a
+memory of its own, and each called by itself (:func:`kvpush.testing.slices.shares` names all of them):
+
+    prefills = [world.prefill("p0", share=share) for share in shares(tp_size=2)]
+    decodes = [world.decode("d0", share=share) for share in shares(tp_size=3)]   # of a World(num_heads=6)
+    receives = [rank.expect("t1", [7, 8], prefills[0]) for rank in decodes]
+    pushes = [rank.push("t1", [3, 4]) for rank in prefills]
+
 Time moves by :meth:`World.advance` and :meth:`World.run_until` alone, from one event to the next. The same seed gives
 the same run.
 
@@ -38,19 +46,25 @@ from typing import Any
 from kvpush.config import Config
 from kvpush.errors import Failure, FailureCode, TransportError
 from kvpush.events import Outcome
+from kvpush.parallel import Share
 from kvpush.testing.accounts import Push, Receive
 from kvpush.testing.clock import FakeClock
 from kvpush.testing.decode_engine import DecodeEngine
 from kvpush.testing.engine import Engine
 from kvpush.testing.fake_transport import Delivery, FakeFabric, FakeWrite, WriteState
-from kvpush.testing.memory import BLOCK_BYTES, CANARY
+from kvpush.testing.memory import CANARY
 from kvpush.testing.network import Address, FakeNetwork, InTransit
 from kvpush.testing.observer import Observer
 from kvpush.testing.oracle import Oracle
 from kvpush.testing.prefill_engine import PrefillEngine
+from kvpush.testing.slices import Model, Slice
 from kvpush.testing.violations import Stuck, Violation
+from kvpush.wire import Rank
 
 LATENCY_S = (0.0001, 0.001)  # of a message, and of a WRITE
+
+_ALONE = Share()
+_EVEN = range(0)
 
 # Why the two sides of a served transfer may disagree: one of them had decided before the news reached it.
 _DECISIONS = {
@@ -69,12 +83,20 @@ _DECISIONS = {
 
 
 class World:
-    """See the module. ``config`` is every engine's, unless it is given its own."""
+    """See the module. ``config`` is every engine's, unless it is given its own. ``num_heads``: 1, 2, 4 or 6."""
 
-    def __init__(self, seed: int = 0, config: Config | None = None, *, num_layers: int = 2, model: str = "m") -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        config: Config | None = None,
+        *,
+        num_layers: int = 2,
+        num_heads: int = 1,
+        model: str = "m",
+    ) -> None:
         self.seed = seed
         self.config = config or Config()
-        self.num_layers = num_layers
+        self.shape = Model(num_layers, num_heads)
         self.model = model
         self.random = random.Random(seed)
         self.observers: list[Observer] = []
@@ -97,6 +119,7 @@ class World:
         self._write_id = 0  # of the WRITE that is being posted
         self._alive: list[Engine] = []  # oldest first; few, however many lives there were
         self._latencies: dict[tuple[str, str], random.Random] = {}
+        self._ranks: dict[str, dict[Rank, Engine]] = {}  # by engine id: the newest life of each
 
     def __repr__(self) -> str:
         return f"World(seed={self.seed}) at {self.clock():.6g} s"
@@ -111,29 +134,46 @@ class World:
         config: Config | None = None,
         clock_offset_s: float = 0.0,
         address: Address | None = None,
+        share: Share = _ALONE,
+        layers: range = _EVEN,
     ) -> PrefillEngine:
-        """A new prefill engine, or a new life of one; at an address of its own unless it is given one."""
+        """A new prefill engine, or a new life of one; at an address of its own unless it is given one.
+
+        Of an engine of several ranks each is made by itself: ``share`` says which one it is. ``layers``: those of its
+        stage, where stages do not have equally many.
+        """
         if address is None:
             self._num_addresses += 1
             address = ("10.0.0.1", self._num_addresses)
+        held = Slice(self.shape, share, layers)
         engine = PrefillEngine(
-            self, engine_id, self._next_life(), num_blocks, config or self.config, clock_offset_s, address
+            self, engine_id, self._next_life(), num_blocks, held, config or self.config, clock_offset_s, address
         )
         self._add(engine)
         return engine
 
     def decode(
-        self, engine_id: str, *, num_blocks: int = 16, config: Config | None = None, clock_offset_s: float = 0.0
+        self,
+        engine_id: str,
+        *,
+        num_blocks: int = 16,
+        config: Config | None = None,
+        clock_offset_s: float = 0.0,
+        share: Share = _ALONE,
+        layers: range = _EVEN,
     ) -> DecodeEngine:
-        """A new decode engine, or a new life of one."""
-        engine = DecodeEngine(self, engine_id, self._next_life(), num_blocks, config or self.config, clock_offset_s)
+        """A new decode engine, or a new life of one; or one rank of it, as with :meth:`prefill`."""
+        held = Slice(self.shape, share, layers)
+        engine = DecodeEngine(
+            self, engine_id, self._next_life(), num_blocks, held, config or self.config, clock_offset_s
+        )
         self._add(engine)
         return engine
 
     def pattern(self, transfer_id: str, layer: int, position: int) -> bytes:
-        """The bytes of one block of one layer of a transfer."""
+        """The bytes of one block of one layer of a transfer, of all heads."""
         key = f"{self.seed} {transfer_id} {layer} {position}".encode()
-        return random.Random(zlib.crc32(key)).randbytes(BLOCK_BYTES)
+        return random.Random(zlib.crc32(key)).randbytes(self.shape.block_bytes)
 
     def _next_life(self) -> int:
         return len(self.engines) + 1
@@ -142,8 +182,16 @@ class World:
         self.engines.append(engine)
         self._alive.append(engine)
         self.by_agent[engine.agent_name] = engine
+        ranks = self._ranks.setdefault(engine.engine_id, {})
+        if any(other.held.is_of_another_spread(engine.held) for other in ranks.values()):
+            ranks.clear()  # its predecessor was spread differently
+        ranks[engine.rank] = engine
         for observer in self.observers:
             observer.born(engine)
+
+    def ranks_of(self, engine_id: str) -> list[Engine]:
+        """The newest life of each rank of an engine, in the order of their ranks; dead ones too."""
+        return [engine for _, engine in sorted(self._ranks.get(engine_id, {}).items())]
 
     def alive(self) -> Iterator[Engine]:
         """Oldest first."""
@@ -261,7 +309,7 @@ class World:
     def finish_soon(self, write: FakeWrite) -> None:
         """As :meth:`finish`, after the time that a WRITE takes."""
         grant = self.oracle.grants[write]
-        path = f"WRITE {grant.source.engine_id}", grant.sink.engine_id
+        path = f"WRITE {grant.source.name}", grant.sink.name
         self.schedule(self._latency_s(*path, self.write_latency_s), partial(self.finish, write))
 
     def finish(self, write: FakeWrite) -> None:
@@ -300,7 +348,7 @@ class World:
         if grant is not None:
             is_quiet = isinstance(failure, TransportError) and failure.disconnected
             if is_quiet and grant.receive is not None:  # nothing of it lands any more, so it may be written again
-                grant.receive.posted.difference_update(grant.positions)
+                grant.receive.posted_units &= ~grant.units
             for observer in self.observers:
                 observer.write_ended(engine, grant, failure)
 
@@ -371,18 +419,20 @@ class World:
                     self._check_agreement(engine, push)
 
     def _check_agreement(self, engine: PrefillEngine, push: Push) -> None:
-        receive = push.receive
-        if receive is None:
-            return
-        if push.outcome is Outcome.done and receive.landed != set(receive.block_ids):
-            reason = f"{engine!r}: {push!r} is done, but only {receive.landed} of {receive!r} landed"
-            raise Violation("agreement", reason)
-        if not push.is_over or not receive.is_over or push.outcome is receive.outcome:
-            return
-        for one, other in ((push, receive), (receive, push)):
-            if one.outcome is Outcome.done and other.code not in _DECISIONS:
-                reason = f"{engine!r}: the two sides disagree: {push.finished!r}, {receive.finished!r}"
+        """Of one rank of prefill with each rank of decode that it has written to."""
+        for receive in push.receives.values():
+            if push.outcome is Outcome.done and not receive.has_all_from(engine.held):
+                reason = f"{engine!r}: {push!r} is done, but only {receive.landed} of {receive!r} landed"
                 raise Violation("agreement", reason)
+            if not push.is_over or not receive.is_over or push.outcome is receive.outcome:
+                continue
+            # where there are other ranks, the end may have come from one of them
+            is_pushs_fault = receive.outcome is Outcome.done and receive.held.is_whole_engine
+            is_receives_fault = push.outcome is Outcome.done and receive.blames_only(engine.held, engine.life)
+            for other, is_at_fault in ((push, is_pushs_fault), (receive, is_receives_fault)):
+                if is_at_fault and other.code not in _DECISIONS:
+                    reason = f"{engine!r}: the two sides disagree: {push.finished!r}, {receive.finished!r}"
+                    raise Violation("agreement", reason)
 
     def check_settled(self) -> None:
         """What must hold when every transfer is over: nothing is left of any."""

@@ -114,6 +114,26 @@ def test_what_becomes_of_a_rank_that_has_everything_does_not_matter_any_more():
     assert [end.outcome for end in prefill.events] == ["done"]
 
 
+@pytest.mark.parametrize("is_pushed_first", [True, False])
+def test_what_becomes_of_a_rank_that_asks_for_nothing_does_not_matter(is_pushed_first):
+    """A stage of decode whose layers this rank does not have: it only hears how the transfer ends."""
+    prefill = Prefill()
+    other_layers = Other("d0", Share(pp_rank=0, pp_size=2), layers=("c",))
+    ours = Other("d0", Share(pp_rank=1, pp_size=2))
+    prefill.meets(other_layers, ours)
+    if is_pushed_first:
+        prefill.push("t", [1, 2])
+    prefill.registers(other_layers, "t", 7, [])
+    prefill.registers(ours, "t", 9, [3, 4])
+    if not is_pushed_first:
+        prefill.push("t", [1, 2])
+    prefill.answers(ours)
+    prefill.do(prefill.core.link_closed(other_layers.link, "killed", prefill.now_s))
+    assert prefill.told(ours, wire.Failed) == []
+    prefill.settles(prefill.write_to(ours))
+    assert [end.outcome for end in prefill.events] == ["done"]
+
+
 def test_the_loss_of_a_rank_that_is_not_served_ends_the_push_and_the_other_is_told():
     prefill, left, right = make_writing()
     prefill.settles(prefill.write_to(right))

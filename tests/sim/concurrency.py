@@ -17,6 +17,7 @@ from kvpush.registry import Registry
 from kvpush.side import EventQueue, Ledger
 from kvpush.testing import FakeClock, FakeFabric
 from kvpush.testing.memory import Memory
+from kvpush.testing.slices import Model, Slice
 
 
 class Intruder:
@@ -68,7 +69,7 @@ class FakeListener:
 
 def messages_handled_after_a_bad_one():
     """One turn of the pusher's loop: a message that a bug in the core stumbles over comes before two good ones."""
-    memory = Memory("BKHND", 4, 1)
+    memory = Memory("BKHND", 4, Slice(Model(1)))
     spec = KVCacheSpec(dims="BKHND", model="m")
     geometry = geometry_of(memory.tensors, spec)
     config, clock = Config(), FakeClock()

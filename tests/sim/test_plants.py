@@ -2,7 +2,7 @@
 
 import pytest
 from concurrency import an_intruder_gets_in, messages_handled_after_a_bad_one
-from plants import LOCK, LOOP, SIMULATED, Edit, Plant, planted
+from plants import LOCK, LOOP, RANKS, SIMULATED, Edit, Plant, planted
 
 from kvpush.registry import Registry
 from kvpush.testing.scenario import draw
@@ -12,13 +12,16 @@ MAX_SEEDS = 250
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("plant", SIMULATED, ids=lambda plant: plant.name)
+@pytest.mark.parametrize("plant", SIMULATED + RANKS, ids=lambda plant: plant.name)
 def test_the_simulator_finds(plant):
+    scenarios = [draw(seed, ACTIONS) for seed in range(MAX_SEEDS)]
     with planted(plant):
-        for seed in range(MAX_SEEDS):
-            failure = Simulation(draw(seed, ACTIONS)).run().failure
+        for scenario in scenarios:
+            if plant in RANKS and not scenario.setup.has_ranks:
+                continue  # it is none there
+            failure = Simulation(scenario).run().failure
             if failure is not None and failure.checker in plant.catchers:
-                print(f"{plant.name}: seed {seed}, {failure.checker}")
+                print(f"{plant.name}: seed {scenario.seed}, {failure.checker}")
                 return
     pytest.fail(f"{MAX_SEEDS} seeds do not find it")
 

@@ -25,6 +25,7 @@ from kvpush.registry import Registry
 from kvpush.testing import FakeClock
 from kvpush.testing.memory import Memory
 from kvpush.testing.rows import counting_rows
+from kvpush.testing.slices import Model, Slice
 
 NEVER_S = 1e6
 DEADLINE_S, HOLD_S, TIMEOUT_S, BACKOFF_S = 7.01, 4.03, 2.07, 0.5
@@ -41,7 +42,7 @@ CONFIG = Config(
 )
 ENGINES = ("p0", "p1")
 ADDRESSES = {name: ("10.0.0.1", 1 + index) for index, name in enumerate(ENGINES)}
-MEMORY = Memory("BKHND", 8, 1)
+MEMORY = Memory("BKHND", 8, Slice(Model(1)))
 SPEC = KVCacheSpec(dims="BKHND", model="m")
 GEOMETRY = geometry_of(MEMORY.tensors, SPEC)
 HOLDINGS = holdings_of(GEOMETRY)

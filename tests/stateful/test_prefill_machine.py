@@ -27,6 +27,7 @@ from kvpush.registry import Registry
 from kvpush.testing import FakeClock
 from kvpush.testing.memory import Memory
 from kvpush.testing.rows import counting_rows
+from kvpush.testing.slices import Model, Slice
 
 NEVER_S = 1e6
 LEASE_S, STALL_S, HOLD_S = 5.01, 3.03, 4.07
@@ -44,7 +45,7 @@ CONFIG = Config(
 )
 ENGINES = ("d0", "d1")
 SPEC = KVCacheSpec(dims="BKHND", model="m")
-GEOMETRY = geometry_of(Memory("BKHND", 64, 1).tensors, SPEC)
+GEOMETRY = geometry_of(Memory("BKHND", 64, Slice(Model(1))).tensors, SPEC)
 HOLDINGS = holdings_of(GEOMETRY)
 FINGERPRINT = {"dtype": "same"}
 MAX_BLOCKS = 3
