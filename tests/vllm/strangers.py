@@ -4,7 +4,6 @@ nobody should say, or nothing any more."""
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -19,13 +18,6 @@ WAIT_S = 20.0
 
 def overheard_hello(decode: EngineProcess, prefill_id: str) -> wire.Hello:
     """What a real decode engine says first to the prefill engine of that id."""
-    hello = hello_of(lambda kv: decode.ask("overheard", [5] * 40, 1, kv), prefill_id)
-    decode.abort("overheard")
-    return hello
-
-
-def hello_of(ask: Callable[[dict[str, Any]], object], prefill_id: str) -> wire.Hello:
-    """The same of whatever decode engine ``ask`` sends a request with these parameters to."""
     context = zmq.Context()
     try:
         with context.socket(zmq.ROUTER) as ear:
@@ -37,10 +29,11 @@ def hello_of(ask: Callable[[dict[str, Any]], object], prefill_id: str) -> wire.H
                 "remote_port": ear.bind_to_random_port("tcp://127.0.0.1"),
                 "transfer_id": "overheard",
             }
-            ask(source)
+            decode.ask("overheard", [5] * 40, 1, source)
             if not ear.poll(int(WAIT_S * 1000)):
-                raise AssertionError("the decode engine dials nobody")
+                raise AssertionError(f"{decode.log.name}: the decode engine dials nobody")
             _, *frames = ear.recv_multipart()
+            decode.abort("overheard")
     finally:
         context.term()
     hello = wire.decode_to_prefill(frames)
