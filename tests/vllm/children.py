@@ -85,6 +85,11 @@ class ForkedProcess:
         if not self._has_ended(timeout_s):
             raise subprocess.TimeoutExpired("an engine of the nursery", timeout_s)
 
+    def release(self) -> None:
+        """What this side holds of it."""
+        self._connection.close()
+        os.close(self._handle)
+
 
 class Nursery:
     """A process that forks engines; see ``nursery.py``."""
@@ -297,3 +302,5 @@ class EngineProcess:
         with self._changed:
             self._changed.wait_for(lambda: self._is_over, 10)
         self.process.stdout.close()
+        if isinstance(self.process, ForkedProcess):
+            self.process.release()
