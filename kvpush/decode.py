@@ -819,8 +819,22 @@ class DecodeCore:
             prefill = self._prefills[generation] = _Prefill(engine_id, share, address, generation)
         self._absorb(effects, now_s)
         if prefill.share != share:
-            raise Incompatible(f"prefill engine {engine_id!r} is known here as {prefill.share}, not as {share}")
+            self._change_share(prefill, share, now_s)
         return prefill
+
+    def _change_share(self, prefill: _Prefill, share: Share, now_s: float) -> None:
+        """The caller names other sizes of the engine than before. What prefill has confirmed stands, and so does what
+        other receives wait for; but a mistake that nobody waits for must not keep the engine from being used."""
+        if prefill.is_up or prefill.legs or prefill.notices:
+            raise Incompatible(
+                f"prefill engine {prefill.engine_id!r} at {_shown(prefill.address)} is known here as {prefill.share}, "
+                f"not as {share}: its source must name an address for each rank"
+            )
+        if prefill.link is not None:
+            failure = Failure(FailureCode.incompatible, f"dialled as {prefill.share}, wanted as {share}")
+            self._dial_failed(prefill, failure, now_s)
+        prefill.renewals.clear()
+        prefill.share = share
 
     @staticmethod
     def _house(prefill: _Prefill, leg: _Leg) -> None:

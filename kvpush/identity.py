@@ -74,8 +74,8 @@ def mismatch(ours: Identity, hello: wire.Hello) -> Failure | None:
         return Incompatible(differences)
     if hello.expected_share != ours.share:
         return Incompatible(
-            f"decode engine {hello.engine_id!r} takes this address for {_described(hello.expected_share)}, but prefill "
-            f"engine {ours.engine_id!r} is {_described(ours.share)} here: its source must name an address for each rank"
+            f"decode engine {hello.engine_id!r} takes this address for {hello.expected_share}, but prefill "
+            f"engine {ours.engine_id!r} is {ours.share} here: its source must name an address for each rank"
         )
     return None
 
@@ -86,7 +86,3 @@ def _shared(fingerprint: Mapping[str, str], groups: Mapping[str, int]) -> dict[s
     return {
         field: value for field, value in fingerprint.items() if "." not in field or field.rpartition(".")[0] in groups
     }
-
-
-def _described(share: Share) -> str:
-    return f"rank (pp, tp) {share.rank} of pp_size={share.pp_size}, tp_size={share.tp_size}"

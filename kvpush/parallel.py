@@ -45,6 +45,9 @@ class Share(msgspec.Struct, frozen=True):
             if rank >= size:
                 raise ConfigurationError(f"{kind}_rank={rank!r} must be below {kind}_size={size!r}")
 
+    def __str__(self) -> str:
+        return f"rank (pp, tp) {self.rank} of pp_size={self.pp_size}, tp_size={self.tp_size}"
+
     @property
     def rank(self) -> tuple[int, int]:
         """``(pp_rank, tp_rank)``, as on the wire."""

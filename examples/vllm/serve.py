@@ -92,12 +92,13 @@ class Fleet:
         last = (self._logs / f"{name}.log").read_text(errors="replace")[-2000:]
         raise SystemExit(f"{name} did not start; its log ends with:\n{last}")
 
-    def stop(self) -> None:
-        """End everything, with its children."""
-        for process in self._processes.values():
+    def stop(self, *names: str) -> None:
+        """End these, or everything, with their children."""
+        processes = [process for name, process in self._processes.items() if name in names or not names]
+        for process in processes:
             if process.poll() is None:
                 process.terminate()
-        for process in self._processes.values():
+        for process in processes:
             try:
                 process.wait(20)
             except subprocess.TimeoutExpired:

@@ -194,15 +194,13 @@ class Decode(_Rank):
 
     def expect(self, transfer_id, block_ids, others, *, first_block=0, num_tokens=0, deadline_s=30.0):
         """``others``: all ranks of the prefill engine; the address of one is its rank."""
-        sizes = others[0].identity.share
-        source = decode.Source("p0", sizes.pp_size, sizes.tp_size, {o.identity.rank: address_of(o) for o in others})
         place = decode.Place("kv", first_block, np.array(block_ids, dtype=np.int64), num_tokens)
         self.do(
             self.core.expect(
                 transfer_id,
                 (place,),
                 num_blocks=len(block_ids),
-                source=source,
+                source=source_of(others),
                 deadline_s=deadline_s,
                 now_s=self.now_s,
             )
@@ -232,6 +230,12 @@ class Decode(_Rank):
     def told(self, other, kind):
         link = self.dialled[address_of(other)]
         return [message for to, message in self.sent if to == link and isinstance(message, kind)]
+
+
+def source_of(others):
+    """All ranks of the prefill engine."""
+    sizes = others[0].identity.share
+    return decode.Source("p0", sizes.pp_size, sizes.tp_size, {o.identity.rank: address_of(o) for o in others})
 
 
 def address_of(other):

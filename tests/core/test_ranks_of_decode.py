@@ -1,6 +1,6 @@
 """A receive from a prefill engine of several ranks: done when the last part of the last rank is there, not before."""
 
-from rank_cores import Decode, Other, address_of
+from rank_cores import Decode, Other, address_of, source_of
 
 from kvpush import wire
 from kvpush.errors import FailureCode
@@ -265,6 +265,54 @@ def test_a_rank_that_answers_as_another_is_not_believed():
     decode.hears(right, wire.Welcome("p0", theirs.incarnation, left.identity.share, theirs.holdings, theirs.agent_name))
     (end,) = decode.events
     assert (end.outcome, end.code) == ("failed", "incompatible")
+
+
+def refused(decode, other):
+    """Prefill does not take the link, since it is not the rank that was named."""
+    decode.do(decode.core.link_opened(decode.dialled[address_of(other)], decode.now_s))
+    decode.hears(other, wire.Refused(FailureCode.incompatible, "name an address for each rank"))
+
+
+def test_a_receive_that_named_too_few_ranks_spoils_nothing_for_the_next():
+    decode, alone = Decode(), Other("p0", Share())
+    left, right = (Other("p0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1))
+    decode.expect("wrong", [5, 6], [alone])
+    refused(decode, alone)
+    assert outcomes(decode) == [("wrong", "failed")]
+    decode.expect("t", [5, 6], [left, right])
+    decode.meets(right)
+    decode.advance(1)  # the backoff after the first attempt
+    decode.meets(left)
+    assert decode.told(left, wire.Hello)[-1].expected_share == left.identity.share
+    decode.arrives(left, 2, 0, 2)
+    decode.arrives(right, 2, 0, 2)
+    assert outcomes(decode) == [("wrong", "failed"), ("t", "done")]
+
+
+def test_nor_does_one_that_was_given_up_before_the_link_stood():
+    decode, alone = Decode(), Other("p0", Share())
+    left, right = (Other("p0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1))
+    decode.expect("wrong", [], [alone])
+    refused(decode, alone)
+    decode.do(decode.core.renew(["wrong"], source=source_of([alone]), now_s=decode.now_s))
+    decode.expect("t", [5, 6], [left, right])
+    decode.meets(right)
+    decode.advance(1)
+    decode.meets(left)
+    decode.arrives(left, 2, 0, 2)
+    decode.arrives(right, 2, 0, 2)
+    assert outcomes(decode)[-1] == ("t", "done")
+
+
+def test_ranks_that_prefill_has_confirmed_are_not_renamed():
+    decode, left, right = make_registered()
+    decode.expect("wrong", [7], [Other("p0", Share())])
+    (end,) = decode.events
+    assert (end.transfer_id, end.outcome, end.code) == ("wrong", "failed", "incompatible")
+    assert "tp_size=2" in end.reason and "tp_size=1" in end.reason
+    decode.arrives(left, 1, 0, 2)
+    decode.arrives(right, 1, 0, 2)
+    assert outcomes(decode)[-1] == ("t", "done")
 
 
 # --- unequal blocks --------------------------------------------------------------------------------------------------

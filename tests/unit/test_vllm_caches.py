@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvpush import ConfigurationError
-from kvpush.integrations.vllm.caches import Blocks, named_tensors, spec_of
+from kvpush.integrations.vllm.caches import Blocks, kernel_block_size_tokens, named_tensors, spec_of
 from kvpush.integrations.vllm.params import DecodeLeg
 from kvpush.integrations.vllm.work import Expect, PushChunk
 
@@ -31,6 +31,11 @@ def test_what_is_no_attention_cache_is_refused(caches):
 def test_an_unknown_shape_is_refused():
     with pytest.raises(ConfigurationError, match="shape"):
         spec_of(torch.zeros(2, 4, 2, 32, 64), model="m", total_kv_heads=2, tp=(0, 1), pp=(0, 1))
+
+
+@pytest.mark.parametrize(("shape", "tokens"), [((8, 2, 32, 64), 32), ((8, 16, 576), 16)])
+def test_the_kernels_blocks_are_those_of_the_tensors(shape, tokens):
+    assert kernel_block_size_tokens(torch.zeros(shape)) == tokens
 
 
 def test_kernels_may_have_smaller_blocks():

@@ -11,6 +11,8 @@ from kvpush.integrations.vllm.prefill_worker import PrefillWorker
 from kvpush.integrations.vllm.tally import Tally, added, summary
 from kvpush.integrations.vllm.work import Expect, PushChunk, Renewal, Report
 
+NUM_TOKENS = 90
+
 
 class Scribe:
     """Stands for a pusher or a receiver."""
@@ -27,8 +29,9 @@ class Scribe:
     def push(self, transfer_id, block_ids, *, first_block, last, ready):
         self._take(("push", transfer_id, first_block, tuple(block_ids), last))
 
-    def expect(self, transfer_id, block_ids, *, source, source_engine_id, source_incarnation, first_block):
+    def expect(self, transfer_id, block_ids, *, source, source_engine_id, source_incarnation, first_block, num_tokens):
         assert (source, source_incarnation) == ({(0, 0): ("h", 5)}, {(0, 0): "life 1"})
+        assert num_tokens == NUM_TOKENS
         self._take(("expect", transfer_id, first_block, tuple(block_ids)))
 
     def renew(self, transfer_ids, *, source, source_engine_id):
@@ -191,7 +194,7 @@ def decode(scribe, tally):
 
 
 def expect(request_id="r", transfer_id="t", blocks=(7, 8)):
-    return Expect(request_id, DecodeLeg(transfer_id, "p0", {(0, 0): Source(("h", 5), "life 1")}), 1, blocks)
+    return Expect(request_id, DecodeLeg(transfer_id, "p0", {(0, 0): Source(("h", 5), "life 1")}), 1, blocks, NUM_TOKENS)
 
 
 def ends(decode):

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -42,14 +43,90 @@ def kv_config(role: str, engine_id: str, port: int = 0, **changes: Any) -> dict[
     } | {k: v for k, v in changes.items() if k.startswith("kv_")}
 
 
-def built_in_config(role: str, engine_id: str, connector: str) -> dict[str, Any]:
+def built_in_config(role: str, engine_id: str, connector: str, **extra: Any) -> dict[str, Any]:
     """The same with one of vLLM's own connectors; where it listens is said in the environment."""
     return {
         "kv_connector": connector,
         "kv_role": f"kv_{role}",
         "engine_id": engine_id,
         "kv_load_failure_policy": "fail",
+        "kv_connector_extra_config": extra,
     }
+
+
+class ForkedProcess:
+    """An engine that a :class:`Nursery` has forked: the part of ``subprocess.Popen`` that is used of it."""
+
+    def __init__(self, door: Path, wanted: dict[str, Any]) -> None:
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(str(door))
+        self.stdin = self._connection.makefile("w", buffering=1)
+        self.stdout = self._connection.makefile("r")
+        self.stdin.write(json.dumps(wanted) + "\n")
+        self.stdin.flush()
+        self.pid = int(json.loads(self.stdout.readline())["pid"])
+        self._handle = os.pidfd_open(self.pid)
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        return bool(select.select([self._handle], [], [], timeout_s)[0])
+
+    def poll(self) -> int | None:
+        """Not ``None`` once it has ended; with what code, its parent knows."""
+        return -1 if self._has_ended(0) else None
+
+    def send_signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._handle, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._has_ended(timeout_s):
+            raise subprocess.TimeoutExpired("an engine of the nursery", timeout_s)
+
+    def release(self) -> None:
+        """What this side holds of it."""
+        self._connection.close()
+        os.close(self._handle)
+
+
+class Nursery:
+    """A process that forks engines; see ``nursery.py``."""
+
+    def __init__(self, directory: Path) -> None:
+        self._door, log = directory / "door", directory / "nursery.log"
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("nursery.py")), str(self._door)],
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=os.environ | {"PYTHONPATH": _python_path()},
+            )
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], START_S)
+        if not readable or not self._process.stdout.readline():
+            self.close()
+            raise AssertionError(f"the nursery does not open:\n{log.read_text()[-3000:]}")
+
+    def fork(self, options: dict[str, Any], environ: dict[str, str], log: Path) -> ForkedProcess:
+        return ForkedProcess(self._door, {"options": options, "environ": environ, "log": str(log)})
+
+    def close(self) -> None:
+        """The engines that it has forked live on."""
+        self._process.kill()
+        self._process.wait(30)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+
+
+# The data goes over TCP, and no socket's buffer swallows it whole: so a WRITE to a frozen engine stays unfinished, as
+# it would between two machines.
+OVER_TCP = {"UCX_TLS": "tcp", "UCX_TCP_SNDBUF": "64k", "UCX_TCP_RCVBUF": "64k"}
 
 
 class EngineProcess:
@@ -61,21 +138,25 @@ class EngineProcess:
         log: Path,
         kv: dict[str, Any] | None = None,
         environ: dict[str, str] | None = None,
+        nursery: Nursery | None = None,
         **options: Any,
     ) -> None:
         engine_options = {"model": str(model)} | options | ({"kv_transfer_config": kv} if kv else {})
-        paths = [str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
         self.log = log
-        with log.open("a") as errors:
-            self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps(engine_options)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                bufsize=1,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | (environ or {}),
-            )
+        self.process: subprocess.Popen[str] | ForkedProcess
+        if nursery is not None:
+            self.process = nursery.fork(engine_options, environ or {}, log)
+        else:
+            with log.open("a") as errors:
+                self.process = subprocess.Popen(
+                    [sys.executable, str(Path(__file__).with_name("engine.py")), json.dumps(engine_options)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    bufsize=1,
+                    env=os.environ | {"PYTHONPATH": _python_path()} | (environ or {}),
+                )
         self._changed = threading.Condition()
         self._outputs: dict[str, dict[str, Any]] = {}
         self._answers: dict[str, dict[str, Any]] = {}
@@ -151,6 +232,10 @@ class EngineProcess:
         """As a client that hangs up."""
         self._send(op="abort", id=request_id)
 
+    def abort_in_time(self, request_id: str) -> bool:
+        """The same. Whether the engine still had the request."""
+        return bool(self.call("abort", f"aborted {request_id}", id=request_id)["was_here"])
+
     def preempt(self, request_id: str, at_tokens: int) -> None:
         """Have a request lose its blocks once it has computed so many tokens. Asked for before the request."""
         with self._changed:
@@ -172,6 +257,18 @@ class EngineProcess:
             if time.monotonic() - started_s > timeout_s:
                 raise AssertionError(f"{self.log.name}: {free} blocks are free, not {num_blocks}, after {timeout_s} s")
         return time.monotonic() - started_s
+
+    def wait_for_stats(self, side: str, ready: Any, what: str, timeout_s: float = 30.0) -> dict[str, int]:
+        """The library's numbers as soon as ``ready`` says yes to them."""
+        give_up_s = time.monotonic() + timeout_s
+        while not ready(stats := self.stats(side)["stats"]):
+            if time.monotonic() > give_up_s:
+                raise AssertionError(f"{self.log.name}: after {timeout_s} s not yet: {what}; {stats}")
+        return dict(stats)
+
+    def num_descriptors(self) -> int:
+        """How many the process has open."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def forget(self) -> None:
         """Empty the prefix cache."""
@@ -205,3 +302,5 @@ class EngineProcess:
         with self._changed:
             self._changed.wait_for(lambda: self._is_over, 10)
         self.process.stdout.close()
+        if isinstance(self.process, ForkedProcess):
+            self.process.release()

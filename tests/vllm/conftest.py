@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import ROOT, EngineProcess, kv_config
+from children import ROOT, EngineProcess, Nursery, kv_config
 
 
 def _missing() -> str:
@@ -58,9 +58,17 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sta
     logs = tmp_path_factory.mktemp("logs")
     engines: list[EngineProcess] = []
 
-    def start_engine(role: str, engine_id: str, port: int = 0, options: dict[str, Any] | None = None, **kv: Any) -> Any:
-        log = logs / f"{engine_id}.log"
-        engines.append(EngineProcess(model, log, kv_config(role, engine_id, port, **kv), **options or {}))
+    def start_engine(
+        role: str,
+        engine_id: str,
+        port: int = 0,
+        options: dict[str, Any] | None = None,
+        environ: dict[str, str] | None = None,
+        nursery: Nursery | None = None,
+        **kv: Any,
+    ) -> EngineProcess:
+        log, config = logs / f"{engine_id}.log", kv_config(role, engine_id, port, **kv)
+        engines.append(EngineProcess(model, log, config, environ, nursery, **options or {}))
         return engines[-1]
 
     yield start_engine

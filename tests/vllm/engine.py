@@ -120,8 +120,9 @@ class Runner:
                 prompt = {"prompt_token_ids": command["prompt"]}
                 self.engine.add_request(command["id"], prompt, params)
             case "abort":
+                was_here = any(name.startswith(command["id"] + "-") for name in self.scheduler.requests)
                 self.engine.abort_request([command["id"]])
-                self.say(event="aborted", id=command["id"])
+                self.say(event=f"aborted {command['id']}", was_here=was_here)
             case "free":
                 self.say(
                     event="free",

@@ -54,14 +54,48 @@ def test_decode_hangs_up_after_the_transfer(
     decode.wait_for_free_blocks(NUM_BLOCKS, 5)
 
 
-def test_prefill_hangs_up_while_decode_waits(
+def half_pushed(
+    prefill: EngineProcess, decode: EngineProcess, source: dict[str, Any], name: str, prompt: list[int]
+) -> None:
+    """Decode waits, prefill computes chunk by chunk, and the first of them have been written."""
+    before = prefill.stats("pusher")["stats"]["bytes_written"]
+    decode.ask(name, prompt, 4, source | {"transfer_id": name})
+    prefill.ask(name, prompt, 1, {"do_remote_decode": True, "transfer_id": name})
+    prefill.wait_for_stats("pusher", lambda now: now["bytes_written"] > before, "a chunk has been written")
+
+
+def test_decode_hangs_up_during_the_transfer(
     prefill: EngineProcess, decode: EngineProcess, source: dict[str, Any], make_prompt: MakePrompt
 ) -> None:
-    prompt = make_prompt(1500)  # six chunks
-    decode.ask("torn", prompt, 4, source | {"transfer_id": "torn"})
-    prefill.ask("torn", prompt, 1, {"do_remote_decode": True, "transfer_id": "torn"})
-    prefill.abort("torn")
-    assert decode.result("torn", 10)["reason"] in ("error", "length")
+    half_pushed(prefill, decode, source, "midway", make_prompt(1500))
+    assert decode.abort_in_time("midway")
+    assert prefill.result("midway")["reason"] == "length", "prefill's own answer does not suffer"
+    all_come_back(prefill, decode, 10)
+    assert decode.stats("receiver")["stats"].get("receives_cancelled", 0) >= 1
+
+
+def test_prefill_hangs_up_while_it_computes(
+    prefill: EngineProcess, decode: EngineProcess, source: dict[str, Any], make_prompt: MakePrompt
+) -> None:
+    half_pushed(prefill, decode, source, "torn", make_prompt(1500))
+    assert prefill.abort_in_time("torn")
+    assert decode.result("torn", 10)["reason"] == "error"  # vLLM's policy here: fail
+    all_come_back(prefill, decode, 10)
+
+
+def test_prefill_hangs_up_before_it_has_begun(
+    prefill: EngineProcess, decode: EngineProcess, source: dict[str, Any], make_prompt: MakePrompt
+) -> None:
+    prompt = make_prompt(1500)
+    others = [f"crowd-{number}" for number in range(4)]
+    for other in others:
+        prefill.ask(other, make_prompt(1500), 1)  # so that it queues
+    decode.ask("unbegun", prompt, 4, source | {"transfer_id": "unbegun"})
+    prefill.ask("unbegun", prompt, 1, {"do_remote_decode": True, "transfer_id": "unbegun"})
+    assert prefill.abort_in_time("unbegun")
+    assert decode.result("unbegun", 10)["reason"] == "error"
+    for other in others:
+        prefill.result(other)
     all_come_back(prefill, decode, 10)
 
 

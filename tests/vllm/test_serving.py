@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import random
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,8 @@ NAMES = ("s0", "s1", "s2")
 class Servers:
     """Three servers, each of which can do either part, and proxies in front of them."""
 
-    def __init__(self, fleet: Any) -> None:
-        self._fleet = fleet
+    def __init__(self, fleet: Any, logs: Path) -> None:
+        self._fleet, self.logs = fleet, logs
         self.ports = {name: free_port() for name in NAMES}
         self.kv_ports = {name: free_port() for name in NAMES}
         for name in NAMES:
@@ -51,6 +54,14 @@ class Servers:
         self._fleet.wait_for(url, name)
         return url
 
+    @functools.cached_property
+    def proxy_of_all(self) -> str:
+        return self.proxy(["s0"], ["s2"], "concurrent")
+
+    def stop(self, server: str) -> None:
+        """SIGTERM, and wait for its end."""
+        self._fleet.stop(server)
+
     def metric(self, server: str, name: str) -> float:
         """The sum over its labels."""
         with urllib.request.urlopen(f"{self.url(server)}/metrics", timeout=30) as page:
@@ -62,9 +73,10 @@ class Servers:
 def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     from serve import Fleet
 
-    fleet = Fleet(model, tmp_path_factory.mktemp("servers"))
+    logs = tmp_path_factory.mktemp("servers")
+    fleet = Fleet(model, logs)
     try:
-        yield Servers(fleet)
+        yield Servers(fleet, logs)
     finally:
         fleet.stop()
 
@@ -111,12 +123,49 @@ def test_a_hundred_requests_at_once(
     assert all(received.values()), "every decode engine had its share"
 
 
+def answer(url: str, body: dict[str, Any]) -> str:
+    raw = json.dumps({"model": "tiny", "max_tokens": 4, "temperature": 0} | body).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", raw, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as page:
+        return str(json.load(page)["choices"][0]["text"])
+
+
 def test_a_request_that_leads_nowhere_is_computed_here(servers: Servers) -> None:
-    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0}
-    answers = []
+    answers = set()
     for kv in (None, {"do_remote_prefill": True}, {"do_remote_prefill": True, "remote_engine_id": "x"}):
-        raw = json.dumps(body | ({"kv_transfer_params": kv} if kv else {})).encode()
-        url = f"{servers.url('s0')}/v1/completions"
-        with urllib.request.urlopen(urllib.request.Request(url, raw, {"Content-Type": "application/json"})) as answer:
-            answers.append(json.load(answer)["choices"][0]["text"])
-    assert len(set(answers)) == 1
+        body: dict[str, Any] = {"prompt": [5, 6, 7]}
+        answers.add(answer(servers.url("s0"), body | ({"kv_transfer_params": kv} if kv else {})))
+    assert len(answers) == 1
+
+
+def test_the_log_and_the_metrics_tell_what_was_transferred(servers: Servers) -> None:
+    """vLLM writes a line about every interval in which something happened."""
+    give_up_s = time.monotonic() + 60
+    while "KV Transfer metrics: " not in (log := (servers.logs / "s2.log").read_text(errors="replace")):
+        assert time.monotonic() < give_up_s, log[-3000:]
+        texts(servers.proxy_of_all, [[7] * 100])
+    assert "receives_done=" in log and "receive_median_ms=" in log
+    pushed = servers.metric("s0", "vllm:kvpush_pushes_done_total")
+    assert pushed > 0 and servers.metric("s0", "vllm:kvpush_pushed_bytes_total") > pushed
+    assert servers.metric("s0", "vllm:kvpush_push_seconds_count") == pushed
+    assert servers.metric("s2", "vllm:kvpush_receive_seconds_count") > 0
+
+
+def test_a_server_that_is_stopped_lets_nobody_wait(servers: Servers) -> None:
+    """SIGTERM. What waits for it fails at once, and is computed where it is, by vLLM's policy here. Whether its worker
+    comes to say goodbye or is killed by vLLM before, makes no difference."""
+    body = {"prompt": list(range(2, 200))}
+    expected = answer(servers.url("s1"), body)
+    source = {"do_remote_prefill": True, "remote_engine_id": "s0", "remote_host": "127.0.0.1"}
+    kv = source | {"remote_port": servers.kv_ports["s0"], "transfer_id": "never-pushed"}
+    before = servers.metric("s2", "vllm:kvpush_receives_failed_total")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(answer, servers.url("s2"), body | {"kv_transfer_params": kv})
+        give_up_s = time.monotonic() + 30
+        while not servers.metric("s2", "vllm:num_requests_waiting{"):
+            assert time.monotonic() < give_up_s, "the request does not arrive"
+        assert not waiting.done()
+        servers.stop("s0")
+        assert waiting.result(30) == expected
+    assert servers.metric("s2", "vllm:kvpush_receives_failed_total") == before + 1
+    assert "receive never-pushed: failed" in (servers.logs / "s2.log").read_text(errors="replace")

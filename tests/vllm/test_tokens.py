@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_one_at_a_time(prefill: EngineProcess, decode: EngineProcess, make_promp
 
 
 def test_all_in_one_batch(prefill: EngineProcess, decode: EngineProcess, make_prompt: MakePrompt) -> None:
-    prompts = [make_prompt(length) for length in LENGTHS[:11]]
+    prompts = [make_prompt(length) for length in LENGTHS]
     expected = of_one_engine(prefill, prompts)
     assert sequential(prefill, decode, prompts) == expected
 
@@ -99,6 +100,41 @@ def test_only_missing_blocks_are_asked_for(
     others = prefill.stats("pusher")["stats"]["bytes_written"] - before - one
     per_block = one // 10
     assert others == per_block * (1 + 3 + 10), "positions 0 to 9 were there, and no last token was sent"
+
+
+def test_any_length_with_any_part_of_it_cached_on_either_side(
+    prefill: EngineProcess, decode: EngineProcess, make_prompt: MakePrompt
+) -> None:
+    """Prompts that begin as others before them did, some of which only one of the two has seen; in batches, both ways
+    of dispatch."""
+    chance = random.Random(5)
+    seen = [make_prompt(1500)]
+    for _ in range(12):
+        prompts = []
+        for _ in range(4):
+            length = chance.randint(1, 1500)
+            shared = chance.choice(seen)[: chance.randint(0, length)] if chance.random() < 0.6 else []
+            prompts.append(shared + make_prompt(length - len(shared)))
+        seen += prompts
+        expected = of_one_engine(prefill, prompts)  # forgets what prefill has cached
+        if chance.random() < 0.5:
+            prefill.generate(next(_names), chance.choice(prompts), 1)
+        if chance.random() < 0.5:
+            decode.generate(next(_names), chance.choice(prompts), 1)
+        dispatch = chance.choice((sequential, concurrent))
+        assert dispatch(prefill, decode, prompts) == expected, [len(prompt) for prompt in prompts]
+
+
+def test_prefill_pushes_what_it_has_cached(
+    prefill: EngineProcess, decode: EngineProcess, make_prompt: MakePrompt
+) -> None:
+    prompt = make_prompt(20 * BLOCK)
+    (expected,) = of_one_engine(prefill, [prompt])
+    prefill.generate(next(_names), prompt, 1)
+    name = next(_names)
+    answer = prefill.generate(name, prompt, 1, {"do_remote_decode": True})
+    assert answer["cached"] >= 10 * BLOCK
+    assert decode.generate(name, prompt, NUM_TOKENS, answer["kv"])["tokens"] == expected
 
 
 def test_a_prompt_that_decode_has_needs_nothing(

@@ -1,8 +1,10 @@
 """vLLM's KV cache in the library's words.
 
 vLLM gives every layer one tensor ``[block, head, token, content]``, whatever the order in memory; ``content`` holds
-key and value of one token and head together (MLA: the latent). That is the library's ``BHND``. Attention kernels may
-use smaller blocks than the scheduler: then the tensor has a whole number of blocks for each of the scheduler's.
+key and value of one token and head together (MLA: the latent). That is the library's ``BHND``. Inside a block and head
+a kernel may order tokens as it likes, so blocks are only ever moved whole, to blocks of the same size. Attention
+kernels may use smaller blocks than the scheduler: then the tensor has a whole number of blocks for each of the
+scheduler's.
 """
 
 from __future__ import annotations
@@ -35,9 +37,7 @@ def spec_of(
     tensor: torch.Tensor, *, model: str, total_kv_heads: int, tp: tuple[int, int], pp: tuple[int, int]
 ) -> KVCacheSpec:
     """What the tensors cannot tell. ``tp`` and ``pp``: rank and size. Raises ConfigurationError."""
-    dims = _DIMS_BY_AXES.get(tensor.ndim)
-    if dims is None:
-        raise ConfigurationError(f"a KV cache of shape {tuple(tensor.shape)} is not one that is known of vLLM")
+    dims = _dims_of(tensor)
     return KVCacheSpec(
         dims=dims,
         model=model,
@@ -47,6 +47,18 @@ def spec_of(
         pp_size=pp[1],
         total_kv_heads=total_kv_heads if "H" in dims else None,
     )
+
+
+def kernel_block_size_tokens(tensor: torch.Tensor) -> int:
+    """Tokens in one of the tensor's blocks. Raises ConfigurationError."""
+    return tensor.shape[_dims_of(tensor).index("N")]
+
+
+def _dims_of(tensor: torch.Tensor) -> str:
+    dims = _DIMS_BY_AXES.get(tensor.ndim)
+    if dims is None:
+        raise ConfigurationError(f"a KV cache of shape {tuple(tensor.shape)} is not one that is known of vLLM")
+    return dims
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from vllm.v1.request import RequestStatus
 
 import kvpush
 from kvpush.errors import ConfigurationError
-from kvpush.integrations.vllm.caches import Blocks, named_tensors, spec_of
+from kvpush.integrations.vllm.caches import Blocks, kernel_block_size_tokens, named_tensors, spec_of
 from kvpush.integrations.vllm.decode_scheduler import DecodeScheduler
 from kvpush.integrations.vllm.decode_worker import DecodeWorker
 from kvpush.integrations.vllm.metrics import KvPushMetrics, KvPushStats
@@ -338,7 +338,7 @@ class _Worker:
         model = self._vllm_config.model_config
         spec = spec_of(
             first,
-            model=_compatibility(self._vllm_config, self._settings),
+            model=_compatibility(self._vllm_config, self._settings, kernel_block_size_tokens(first)),
             total_kv_heads=1 if model.use_mla else model.get_total_num_kv_heads(),
             tp=(tp_rank, parallel.tensor_parallel_size),
             pp=(pp_rank, parallel.pipeline_parallel_size),
@@ -450,8 +450,12 @@ def _ranks(vllm_config: VllmConfig) -> tuple[int, int, int]:
     return int(get_pp_group().rank_in_group), int(get_tp_group().rank_in_group), dp_rank
 
 
-def _compatibility(vllm_config: VllmConfig, settings: Settings) -> str:
-    """What must be equal on both sides, besides what can be read from the tensors."""
+def _compatibility(vllm_config: VllmConfig, settings: Settings, block_size_tokens: int) -> str:
+    """What must be equal on both sides, besides what the library compares itself.
+
+    The kernels' block size among it: how a kernel orders the tokens of a block is its own business (on a CPU it packs
+    them for its vector units), so a part of a block means nothing to a kernel with other blocks.
+    """
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 
     model = vllm_config.model_config
@@ -464,5 +468,6 @@ def _compatibility(vllm_config: VllmConfig, settings: Settings) -> str:
             f"quantization={model.quantization}",
             f"cache_dtype={vllm_config.cache_config.cache_dtype}",
             f"attention={','.join(backends)}",
+            f"block_size={block_size_tokens}",
         )
     )

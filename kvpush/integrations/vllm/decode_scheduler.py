@@ -83,12 +83,13 @@ class DecodeScheduler:
         if num_external_tokens <= 0:
             self._decline(prompt)
             return
+        num_tokens = prompt.num_cached_tokens + num_external_tokens
         first_block = prompt.num_cached_tokens // self.block_size_tokens
-        end_block = -(-(prompt.num_cached_tokens + num_external_tokens) // self.block_size_tokens)
+        end_block = -(-num_tokens // self.block_size_tokens)
         wanted = list(block_ids[first_block:end_block])
         self._mark_asked(prompt)
         self._receiving[request.request_id] = wanted
-        self._work.expects.append(Expect(request.request_id, prompt.leg, first_block, wanted))
+        self._work.expects.append(Expect(request.request_id, prompt.leg, first_block, wanted, num_tokens))
 
     def finished(self, request_id: str) -> None:
         """A request ended, in whatever way."""

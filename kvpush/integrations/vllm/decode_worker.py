@@ -69,6 +69,7 @@ class DecodeWorker:
                 source_engine_id=expect.leg.engine_id,
                 source_incarnation=expect.leg.incarnations,
                 first_block=expect.first_block,
+                num_tokens=expect.num_tokens,
             )
         except kvpush.KvpushError as exc:
             logger.warning("%s", exc)

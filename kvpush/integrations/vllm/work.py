@@ -22,7 +22,8 @@ class PushChunk:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Have positions ``first_block + i`` of a transfer written into blocks ``block_ids[i]``.
+    """Have positions ``first_block + i`` of a transfer written into blocks ``block_ids[i]``, up to its token
+    ``num_tokens``: where prefill's blocks are smaller, it does not fill decode's last one.
 
     ``request_id`` is ``None`` when nobody waits: the list is empty, and prefill learns that it may let go.
     """
@@ -31,6 +32,7 @@ class Expect:
     leg: DecodeLeg
     first_block: int = 0
     block_ids: Sequence[int] = ()
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from children import EngineProcess, built_in_config, free_port, kv_config
+from children import EngineProcess, Nursery, built_in_config, free_port, kv_config
 
 CONNECTORS = {"kvpush": "KvPushConnector", "push": "NixlPushConnector", "pull": "NixlPullConnector", "none": ""}
 
@@ -18,10 +18,13 @@ CONNECTORS = {"kvpush": "KvPushConnector", "push": "NixlPushConnector", "pull": 
 class Pair:
     """One prefill and one decode engine with the same connector."""
 
-    def __init__(self, kind: str, model: Path, logs: Path, **settings: Any) -> None:
+    def __init__(
+        self, kind: str, model: Path, logs: Path, environ: dict[str, str] | None = None, **settings: Any
+    ) -> None:
+        """``settings``: those of the connector."""
         self.kind = kind
         self.ports = {"producer": free_port(), "consumer": free_port()}
-        self._model, self._logs, self._settings = model, logs, settings
+        self._model, self._logs, self._settings, self._environ = model, logs, settings, environ or {}
         self._names = (f"{kind}-{i}" for i in itertools.count())
         self.prefill = self.start("producer")
         self.decode = self.start("consumer")
@@ -29,16 +32,19 @@ class Pair:
     def engine_id(self, role: str) -> str:
         return f"{self.kind}-{role}"
 
-    def start(self, role: str) -> EngineProcess:
-        """An engine, under the same id, host and port every time."""
-        port, engine_id = self.ports[role], self.engine_id(role)
-        kv: dict[str, Any] | None = None
+    def start(self, role: str, engine_id: str = "", nursery: Nursery | None = None) -> EngineProcess:
+        """An engine, at the same host and port every time, and under the same id unless another is given. A role that
+        is neither ``producer`` nor ``consumer`` is one more decode engine."""
+        port = self.ports.setdefault(role, free_port())
+        engine_id = engine_id or self.engine_id(role)
         environ = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
+        vllm_role = "producer" if role == "producer" else "consumer"
+        kv: dict[str, Any] | None = None
         if self.kind == "kvpush":
-            kv = kv_config(role, engine_id, port, **self._settings)
+            kv = kv_config(vllm_role, engine_id, port, **self._settings)
         elif self.kind != "none":
-            kv = built_in_config(role, engine_id, CONNECTORS[self.kind])
-        return EngineProcess(self._model, self._logs / f"{engine_id}.log", kv, environ)
+            kv = built_in_config(vllm_role, engine_id, CONNECTORS[self.kind], **self._settings)
+        return EngineProcess(self._model, self._logs / f"{engine_id}.log", kv, environ | self._environ, nursery)
 
     def started(self) -> Pair:
         self.prefill.started()
