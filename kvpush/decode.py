@@ -25,21 +25,31 @@ A link that closes says nothing about the process behind it: decode dials again,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-import msgspec
 
 from kvpush import metadata, wire
-from kvpush.arrivals import Arrivals
-from kvpush.blocks import BlockIds
 from kvpush.config import Config, HoldPolicy
+from kvpush.decode_effects import Dial, Effect, Emit, HangUp, Send
 from kvpush.errors import Failure, FailureCode, Incompatible, QueueFull, RemoteProtocolError
 from kvpush.events import BlocksReleased, Outcome, ReceiveFinished, StaleReason
 from kvpush.identity import Identity
-from kvpush.layout import CacheGeometry, totals_of
-from kvpush.lifecycle import RECEIVE, ReceiveState, ReceiveTrigger
-from kvpush.parallel import Share, writers, written_heads
+from kvpush.layout import CacheGeometry
+from kvpush.lifecycle import RECEIVE, ReceiveTrigger
+from kvpush.needs import Needs
+from kvpush.parallel import Share
+from kvpush.receives import (
+    Address,
+    Beat,
+    Deadline,
+    Due,
+    HoldEnd,
+    Leg,
+    LinkId,
+    Notice,
+    Place,
+    PrefillRank,
+    Receive,
+    Source,
+)
 from kvpush.registry import (
     Evicted,
     HandshakeTimedOut,
@@ -49,18 +59,9 @@ from kvpush.registry import (
     RetryDue,
     WentStale,
 )
-from kvpush.terms import group_terms, slot_range
 from kvpush.timers import Timers
-from kvpush.wire import Rank
-
-LinkId = int
-Address = tuple[str, int]
 
 MAX_NOTICES = 1024  # kept for one engine that is not connected yet
-
-# What prefill must learn to give its blocks back, while this side waits for nothing: a registration that asks for no
-# block, or the end of a receive that could not be registered.
-Notice = wire.Register | wire.Withdraw
 
 # An engine that was superseded or dropped is not asked again what became of it.
 _FORSAKEN = {
@@ -68,191 +69,6 @@ _FORSAKEN = {
     StaleReason.dropped: FailureCode.engine_dropped,
 }
 _CANCELLED_CODES = (FailureCode.cancelled_by_peer, FailureCode.cancelled_by_caller)
-
-
-# --- effects ---------------------------------------------------------------------------------------------------------
-
-
-class Dial(msgspec.Struct, frozen=True):
-    """Open a connection to ``address`` under this link id, which is never used twice."""
-
-    link: LinkId
-    address: Address
-
-
-class HangUp(msgspec.Struct, frozen=True):
-    """Close the connection; what was sent before may be delivered still. No ``link_closed`` follows."""
-
-    link: LinkId
-
-
-class Send(msgspec.Struct, frozen=True):
-    """Send ``message`` on ``link``. A link that is gone or full ends: answer with ``link_closed``."""
-
-    link: LinkId
-    message: wire.ToPrefill
-
-
-class Emit(msgspec.Struct, frozen=True):
-    """Give the caller an event."""
-
-    event: ReceiveFinished | BlocksReleased
-
-
-Effect = Dial | HangUp | Send | Emit
-
-
-# --- records ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Where a prefill engine is: how many ranks it has, and the address of each that matters here.
-
-    ``incarnations``: of ranks, the only one that can serve; one that is empty or left out: whichever answers.
-    """
-
-    engine_id: str
-    pp_size: int
-    tp_size: int
-    addresses: Mapping[Rank, Address]
-    incarnations: Mapping[Rank, str] = field(default_factory=dict)
-
-    def share(self, rank: Rank) -> Share:
-        """Of one of its ranks."""
-        return Share(rank[0], self.pp_size, rank[1], self.tp_size)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
-    """Where one group's blocks go: position ``first_block + i`` goes into ``block_ids[i]``.
-
-    ``num_tokens``: only tokens below it are wanted; 0: every block whole.
-    """
-
-    group: str
-    first_block: int
-    block_ids: BlockIds
-    num_tokens: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Receive:
-    """One expect(). ``state`` is written by the lifecycle alone."""
-
-    transfer_id: str
-    epoch: int
-    engine_id: str
-    places: tuple[Place, ...]
-    num_blocks: int
-    opened_s: float
-    deadline_s: float
-    state: ReceiveState = RECEIVE.initial
-    legs: dict[Rank, _Leg] = field(default_factory=dict)
-
-    @property
-    def is_open(self) -> bool:
-        """No outcome yet."""
-        return self.state in (ReceiveState.registered, ReceiveState.receiving)
-
-    @property
-    def is_complete(self) -> bool:
-        """Everything has arrived, from every rank."""
-        return all(leg.is_complete for leg in self.legs.values())
-
-    @property
-    def is_quiet(self) -> bool:
-        """No WRITE can come any more."""
-        return all(leg.is_quiet for leg in self.legs.values())
-
-    @property
-    def progress(self) -> str:
-        """For people."""
-        missing = [leg for leg in self.legs.values() if not leg.is_complete]
-        if len(self.legs) == 1:
-            return missing[0].progress
-        ranks = "; ".join(f"of {leg.rank} {leg.progress}" for leg in missing[:8])
-        return f"the parts of {len(self.legs) - len(missing)} of {len(self.legs)} ranks (pp, tp) ({ranks})"
-
-
-@dataclass(slots=True, eq=False)
-class _Leg:
-    """What one rank of prefill writes of a receive."""
-
-    receive: _Receive
-    rank: Rank
-    home: int  # the generation whose record lists it
-    wanted_incarnation: str = ""  # of prefill, when the caller knows which one holds the blocks
-    registered_with: str | None = None  # prefill's incarnation, once Register was sent to it
-    writer_agent: str = ""  # its NIXL agent, the only one whose notifications count
-    arrivals: dict[int, Arrivals] = field(default_factory=dict)  # by prefill's number of the group
-    pinned: int | None = None  # the generation that it pins
-    failed_attempts: int = 0  # dials that it waited through
-    num_under_way: int = 0  # WRITEs that prefill announced, less those that arrived; negative: the news came late
-    is_proven: bool = False  # prefill said, or its end says, that no WRITE will come any more
-    holdings: tuple[wire.Holding, ...] = ()  # what this rank holds; known once it is registered
-
-    @property
-    def num_missing(self) -> int:
-        """Cells (slots times layers) that are still to come."""
-        return sum(arrivals.num_missing for arrivals in self.arrivals.values())
-
-    @property
-    def is_complete(self) -> bool:
-        """Registered, and everything has arrived."""
-        return self.registered_with is not None and self.num_missing == 0
-
-    @property
-    def is_quiet(self) -> bool:
-        """No WRITE can come any more."""
-        return self.registered_with is None or self.is_proven or self.num_missing == 0
-
-    @property
-    def progress(self) -> str:
-        """For people."""
-        if self.registered_with is None:
-            return f"0 of {self.receive.num_blocks} blocks"
-        num_blocks = self.receive.num_blocks
-        num_cells = sum(each.num_layers * each.num_slots for each in self.arrivals.values())
-        arrived = num_blocks * (num_cells - self.num_missing) // max(1, num_cells)
-        return f"{arrived} of {num_blocks} blocks"
-
-
-@dataclass(slots=True, eq=False)
-class _Prefill:
-    """One generation of a rank of a prefill engine, with the link to it and the legs that need it."""
-
-    engine_id: str
-    share: Share
-    address: Address
-    generation: int
-    link: LinkId | None = None
-    attempt: int = 0
-    is_up: bool = False  # Welcome came
-    incarnation: str = ""
-    agent_name: str = ""
-    holdings: tuple[wire.Holding, ...] = ()
-    legs: dict[int, _Leg] = field(default_factory=dict)  # by epoch: open or holding
-    unsent: dict[int, _Leg] = field(default_factory=dict)  # those of them that this link has not told prefill about
-    notices: list[Notice] = field(default_factory=list)  # to be sent once it is up
-    failed_dials: int = 0  # in a row
-    renewals: dict[str, None] = field(default_factory=dict)  # transfer ids to renew once it is up
-
-
-# timer keys
-class _Deadline(msgspec.Struct, frozen=True):
-    epoch: int
-
-
-class _Hold(msgspec.Struct, frozen=True):
-    epoch: int
-
-
-class _Beat(msgspec.Struct, frozen=True):
-    link: LinkId
-
-
-_TimerKey = _Deadline | _Hold | _Beat
 
 
 class DecodeCore:
@@ -266,23 +82,18 @@ class DecodeCore:
         self._identity = identity
         self._agent_metadata = agent_metadata
         self._geometry = geometry
-        self._totals = dict(zip(identity.block_sizes_tokens, totals_of(geometry), strict=True))  # by group
-        self._block_sizes_tokens = identity.block_sizes_tokens
-        # by group, in the order in which people are told of them
-        self._layers = {
-            group.name: dict.fromkeys(sorted(each.name for each in group.layers)) for group in geometry.groups
-        }
+        self._needs = Needs(identity, geometry)
         self._config = config
         self._registry = registry
         self._out: list[Effect] = []
-        self._prefills: dict[int, _Prefill] = {}  # by generation
-        self._links: dict[LinkId, _Prefill] = {}
-        self._receives: dict[int, _Receive] = {}  # by epoch: open or holding
-        self._open: dict[str, _Receive] = {}  # by transfer id: open
-        self._under_way: set[_Leg] = set()  # those that a WRITE is under way to
+        self._prefills: dict[int, PrefillRank] = {}  # by generation
+        self._links: dict[LinkId, PrefillRank] = {}
+        self._receives: dict[int, Receive] = {}  # by epoch: open or holding
+        self._open: dict[str, Receive] = {}  # by transfer id: open
+        self._under_way: set[Leg] = set()  # those that a WRITE is under way to
         self._last_epoch = 0
         self._last_link = 0
-        self._timers: Timers[_TimerKey] = Timers()
+        self._timers: Timers[Due] = Timers()
 
     # --- from the caller ---------------------------------------------------------------------------------------------
 
@@ -303,7 +114,7 @@ class DecodeCore:
         """
         self.counters["receives"] += 1
         self._last_epoch += 1
-        receive = _Receive(
+        receive = Receive(
             transfer_id,
             self._last_epoch,
             source.engine_id,
@@ -321,28 +132,24 @@ class DecodeCore:
             self._end(receive, Outcome.failed, failure.code, failure.reason, now_s)
             return self._effects()
         for prefill in prefills:
-            if receive.num_blocks and self._is_written_by(prefill.share):
+            if receive.num_blocks and self._needs.is_written_by(prefill.share):
                 rank = prefill.share.rank
                 wanted = source.incarnations.get(rank, "")
-                leg = receive.legs[rank] = _Leg(receive, rank, prefill.generation, wanted)
+                leg = receive.legs[rank] = Leg(receive, rank, prefill.generation, wanted)
                 self._house(prefill, leg)
             else:
                 self._notice(prefill, self._registration(receive, (), now_s))
         if receive.num_blocks:
-            self._timers.set(_Deadline(receive.epoch), receive.deadline_s)
+            self._timers.set(Deadline(receive.epoch), receive.deadline_s)
         else:
             self._complete(receive, now_s)
         for prefill in prefills:
             self._use(prefill, now_s)
         return self._effects()
 
-    def _is_written_by(self, share: Share) -> bool:
-        """Whether this rank of prefill has heads for us, in any group. Of layers nothing is known yet."""
-        return any(written_heads(share.tp, self._identity.share.tp, total) for total in self._totals.values())
-
-    def _prefills_of(self, source: Source, now_s: float) -> list[_Prefill]:
+    def _prefills_of(self, source: Source, now_s: float) -> list[PrefillRank]:
         """The records of all ranks to talk to. Raises QueueFull, and Incompatible where the sizes do not fit."""
-        ranks = writers(self._identity.share, source.pp_size, source.tp_size, self._totals.values())
+        ranks = self._needs.writers(source)
         if missing := sorted(ranks - source.addresses.keys()):
             raise Incompatible(
                 f"prefill engine {source.engine_id!r}: its source names no address for rank (pp, tp) {missing[0]}, "
@@ -432,7 +239,7 @@ class DecodeCore:
         prefill = self._links.pop(link, None)
         if prefill is not None:
             prefill.link = None
-            self._timers.cancel(_Beat(link))
+            self._timers.cancel(Beat(link))
             detail = f"prefill engine {prefill.engine_id!r} at {_shown(prefill.address)}: {reason}"
             if prefill.is_up:
                 self._lost(prefill, detail, now_s)
@@ -473,7 +280,7 @@ class DecodeCore:
         self.counters["messages_malformed"] += 1
         return self._effects()
 
-    def _welcomed(self, prefill: _Prefill, message: wire.Welcome, now_s: float) -> None:
+    def _welcomed(self, prefill: PrefillRank, message: wire.Welcome, now_s: float) -> None:
         if prefill.is_up:
             self.counters["messages_unexpected"] += 1
             return
@@ -500,20 +307,20 @@ class DecodeCore:
         prefill.agent_name = message.agent_name
         prefill.holdings = message.holdings
         assert prefill.link is not None, "a message came over it"
-        self._timers.set(_Beat(prefill.link), now_s + self._config.heartbeat_interval_s)
+        self._timers.set(Beat(prefill.link), now_s + self._config.heartbeat_interval_s)
         address = _shown(prefill.address)
         self._absorb(self._registry.retire_address(address, prefill.engine_id, prefill.share.rank), now_s)
         self._bury_other_incarnations(prefill, now_s)
         self._use(prefill, now_s)
 
-    def _bury_other_incarnations(self, prefill: _Prefill, now_s: float) -> None:
+    def _bury_other_incarnations(self, prefill: PrefillRank, now_s: float) -> None:
         """Another process answers: what an earlier one was to write will never come."""
         reason = f"prefill engine {prefill.engine_id!r} restarted"
         for leg in list(prefill.legs.values()):
             if leg.registered_with not in (None, prefill.incarnation):
                 self._settle_gone(leg, FailureCode.peer_restarted, reason, now_s)
 
-    def _refused(self, prefill: _Prefill, message: wire.Refused, now_s: float) -> None:
+    def _refused(self, prefill: PrefillRank, message: wire.Refused, now_s: float) -> None:
         self.counters[f"refusals_{message.code}"] += 1
         if prefill.is_up:
             return  # one of our messages was not understood; its receive ends by its deadline
@@ -529,7 +336,7 @@ class DecodeCore:
             )
         )
 
-    def _goodbye(self, prefill: _Prefill, message: wire.Goodbye, now_s: float) -> None:
+    def _goodbye(self, prefill: PrefillRank, message: wire.Goodbye, now_s: float) -> None:
         """Prefill's agent is destroyed, or it does not know this link any more (then its port still answers)."""
         if not prefill.is_up:
             reason = f"prefill engine {prefill.engine_id!r}: {message.reason}"
@@ -559,7 +366,7 @@ class DecodeCore:
             self._arrived(leg, written, now_s)
         return self._effects()
 
-    def _arrived(self, leg: _Leg, written: wire.Written, now_s: float) -> None:
+    def _arrived(self, leg: Leg, written: wire.Written, now_s: float) -> None:
         for span in written.spans:
             arrivals = leg.arrivals.get(span.group)
             if arrivals is None or not arrivals.mark(
@@ -579,19 +386,19 @@ class DecodeCore:
         else:
             self._fire(receive, ReceiveTrigger.blocks_arrived)
 
-    def _writing(self, prefill: _Prefill, message: wire.Writing) -> None:
+    def _writing(self, prefill: PrefillRank, message: wire.Writing) -> None:
         leg = prefill.legs.get(message.epoch)
         if leg is not None:
             self._count_under_way(leg, 1)
 
-    def _count_under_way(self, leg: _Leg, num_writes: int) -> None:
+    def _count_under_way(self, leg: Leg, num_writes: int) -> None:
         leg.num_under_way += num_writes
         if leg.num_under_way > 0:
             self._under_way.add(leg)
         else:
             self._under_way.discard(leg)
 
-    def _failed(self, prefill: _Prefill, message: wire.Failed, now_s: float) -> None:
+    def _failed(self, prefill: PrefillRank, message: wire.Failed, now_s: float) -> None:
         leg = prefill.legs.get(message.epoch)
         if leg is None or leg.registered_with is None:
             self.counters["messages_late"] += 1
@@ -604,7 +411,7 @@ class DecodeCore:
         else:
             self._release_if_quiet(leg.receive, "prefill never wrote", now_s)
 
-    def _drained(self, prefill: _Prefill, message: wire.Drained, now_s: float) -> None:
+    def _drained(self, prefill: PrefillRank, message: wire.Drained, now_s: float) -> None:
         leg = prefill.legs.get(message.epoch)
         if leg is None or leg.receive.is_open:
             self.counters["messages_late"] += 1
@@ -612,7 +419,7 @@ class DecodeCore:
             self._prove(leg, now_s, is_confirmed=True)
             self._release_if_quiet(leg.receive, "drained", now_s)
 
-    def _register(self, prefill: _Prefill, leg: _Leg, now_s: float) -> None:
+    def _register(self, prefill: PrefillRank, leg: Leg, now_s: float) -> None:
         """Send Register, and pin the engine until the leg is over."""
         assert prefill.link is not None, "the engine is up"
         receive = leg.receive
@@ -621,13 +428,13 @@ class DecodeCore:
             self._end(receive, Outcome.failed, FailureCode.peer_restarted, reason, now_s)
             return
         try:
-            wants = self._wants(prefill, leg)
+            wants = self._needs.ask(prefill, leg)
         except Incompatible as exc:
             self._end(receive, Outcome.failed, exc.code, exc.reason, now_s)
             return
         leg.holdings = prefill.holdings
         if (
-            defect := self._coverage_defect(receive)
+            defect := self._needs.coverage_defect(receive)
         ) is not None:  # before this rank is asked, which would call it done
             self._end(receive, Outcome.failed, FailureCode.incompatible, defect, now_s)
             return
@@ -642,75 +449,32 @@ class DecodeCore:
         if receive.is_complete:
             self._complete(receive, now_s)
 
-    def _wants(self, prefill: _Prefill, leg: _Leg) -> tuple[wire.Want, ...]:
-        """What to ask of this rank of prefill, and from now on to expect of it."""
-        places = {place.group: place for place in leg.receive.places}
-        wants: list[wire.Want] = []
-        for number, held in enumerate(prefill.holdings):
-            place, ours = places.get(held.group), self._layers.get(held.group, {})
-            common = [layer in ours for layer in held.layers]
-            if place is None or not any(common):
-                continue
-            if not written_heads(prefill.share.tp, self._identity.share.tp, self._totals[held.group]):
-                continue
-            terms = group_terms(held.group, held.block_size_tokens, self._block_sizes_tokens[held.group])
-            first_slot, num_slots = slot_range(place.first_block, len(place.block_ids), place.num_tokens, terms)
-            if number not in leg.arrivals:  # asked again on a new link, what has arrived stays
-                leg.arrivals[number] = arrivals = Arrivals(len(common), first_slot, num_slots)
-                for layer, is_common in enumerate(common):
-                    if not is_common:  # another rank of this side asks for it
-                        arrivals.mark(layer, 1, first_slot, num_slots)
-            packed = wire.pack_block_ids(place.block_ids)
-            wants.append(wire.Want(place.group, place.first_block, packed, place.num_tokens))
-        return tuple(wants)
-
-    def _coverage_defect(self, receive: _Receive) -> str | None:
-        """Which of our layers no stage of prefill holds, or two: known once every stage has said what it holds."""
-        if not all(leg.holdings for leg in receive.legs.values()):
-            return None
-        stages: dict[tuple[str, str], set[int]] = {}
-        for leg in receive.legs.values():
-            for held in leg.holdings:
-                for layer in held.layers:
-                    stages.setdefault((held.group, layer), set()).add(leg.rank[0])
-        ours = [(place.group, layer) for place in receive.places for layer in self._layers[place.group]]
-        missing = [repr(layer) for group, layer in ours if (group, layer) not in stages]
-        double = [repr(layer) for group, layer in ours if len(stages.get((group, layer), ())) > 1]
-        for what, layers in (("no stage of it holds", missing), ("more than one stage of it holds", double)):
-            if layers:
-                more = f" and {len(layers) - 4} more" if len(layers) > 4 else ""
-                return (
-                    f"layers: of the {len(ours)} layers of decode engine {self._identity.engine_id!r}, {what} "
-                    f"{', '.join(layers[:4])}{more}; prefill engine {receive.engine_id!r} has {len(stages)}"
-                )
-        return None
-
     @staticmethod
-    def _registration(receive: _Receive, wants: tuple[wire.Want, ...], now_s: float) -> wire.Register:
+    def _registration(receive: Receive, wants: tuple[wire.Want, ...], now_s: float) -> wire.Register:
         remaining_ms = min(max(0, round((receive.deadline_s - now_s) * 1000)), wire.MAX_REMAINING_MS)
         return wire.Register(receive.transfer_id, receive.epoch, wants, remaining_ms)
 
-    def _send_cancel(self, prefill: _Prefill, receive: _Receive, code: FailureCode, reason: str) -> None:
+    def _send_cancel(self, prefill: PrefillRank, receive: Receive, code: FailureCode, reason: str) -> None:
         if prefill.is_up and prefill.link is not None:
             cancel = wire.Cancel(receive.transfer_id, receive.epoch, code, wire.clip_reason(reason))
             self._out.append(Send(prefill.link, cancel))
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
-    def _complete(self, receive: _Receive, now_s: float) -> None:
+    def _complete(self, receive: Receive, now_s: float) -> None:
         self._fire(receive, ReceiveTrigger.completed)
         self._report(receive, Outcome.done, None, "", now_s, blocks_reusable=True)
         self._forget(receive, now_s)
 
     def _end(
         self,
-        receive: _Receive,
+        receive: Receive,
         outcome: Outcome,
         code: FailureCode,
         reason: str,
         now_s: float,
         *,
-        told_by: _Leg | None = None,
+        told_by: Leg | None = None,
     ) -> None:
         """The one outcome of a receive that did not complete. Every rank of prefill that may still write is asked to
         stop, but ``told_by``, which knows; one that was never asked to write hears that nobody will."""
@@ -729,11 +493,11 @@ class DecodeCore:
         if is_quiet:
             self._forget(receive, now_s)
         else:
-            self._timers.cancel(_Deadline(receive.epoch))
-            self._timers.set(_Hold(receive.epoch), now_s + self._config.hold_timeout_s)
+            self._timers.cancel(Deadline(receive.epoch))
+            self._timers.set(HoldEnd(receive.epoch), now_s + self._config.hold_timeout_s)
             self._open.pop(receive.transfer_id, None)
 
-    def _settle_gone(self, leg: _Leg, code: FailureCode, reason: str, now_s: float) -> None:
+    def _settle_gone(self, leg: Leg, code: FailureCode, reason: str, now_s: float) -> None:
         """The process that was to write is gone: that settles the leg, whatever state its receive is in."""
         if leg.is_quiet:
             return
@@ -743,30 +507,30 @@ class DecodeCore:
         else:
             self._release_if_quiet(leg.receive, reason, now_s)
 
-    def _prove(self, leg: _Leg, now_s: float, *, is_confirmed: bool) -> None:
+    def _prove(self, leg: Leg, now_s: float, *, is_confirmed: bool) -> None:
         """No WRITE of this leg can come any more. ``is_confirmed``: prefill, alive, said so."""
         leg.is_proven = True
         self._unpin(leg, now_s, is_confirmed=is_confirmed)
 
-    def _leave(self, leg: _Leg, now_s: float, *, is_confirmed: bool) -> None:
+    def _leave(self, leg: Leg, now_s: float, *, is_confirmed: bool) -> None:
         """Everything of this leg has arrived: what becomes of its writer does not matter to it any more."""
         prefill = self._prefills.get(leg.home)
         if prefill is not None:
             prefill.legs.pop(leg.receive.epoch, None)
         self._unpin(leg, now_s, is_confirmed=is_confirmed)
 
-    def _release_if_quiet(self, receive: _Receive, reason: str, now_s: float) -> None:
+    def _release_if_quiet(self, receive: Receive, reason: str, now_s: float) -> None:
         if receive.is_quiet:
             self._release(receive, ReceiveTrigger.proven_quiet, reason, now_s, proven=True)
 
-    def _release(self, receive: _Receive, trigger: ReceiveTrigger, reason: str, now_s: float, *, proven: bool) -> None:
+    def _release(self, receive: Receive, trigger: ReceiveTrigger, reason: str, now_s: float, *, proven: bool) -> None:
         self._fire(receive, trigger)
         self._out.append(Emit(BlocksReleased(receive.transfer_id, proven, reason)))
         self._forget(receive, now_s)
 
     def _report(
         self,
-        receive: _Receive,
+        receive: Receive,
         outcome: Outcome,
         code: FailureCode | None,
         reason: str,
@@ -790,12 +554,12 @@ class DecodeCore:
             )
         )
 
-    def _forget(self, receive: _Receive, now_s: float) -> None:
+    def _forget(self, receive: Receive, now_s: float) -> None:
         del self._receives[receive.epoch]
         if self._open.get(receive.transfer_id) is receive:
             del self._open[receive.transfer_id]
-        self._timers.cancel(_Deadline(receive.epoch))
-        self._timers.cancel(_Hold(receive.epoch))
+        self._timers.cancel(Deadline(receive.epoch))
+        self._timers.cancel(HoldEnd(receive.epoch))
         for leg in receive.legs.values():
             prefill = self._prefills.get(leg.home)
             if prefill is not None:
@@ -803,7 +567,7 @@ class DecodeCore:
                 prefill.unsent.pop(receive.epoch, None)
             self._unpin(leg, now_s, is_confirmed=False)
 
-    def _unpin(self, leg: _Leg, now_s: float, *, is_confirmed: bool) -> None:
+    def _unpin(self, leg: Leg, now_s: float, *, is_confirmed: bool) -> None:
         self._count_under_way(leg, -leg.num_under_way)
         if leg.pinned is not None:
             generation, leg.pinned = leg.pinned, None
@@ -811,18 +575,18 @@ class DecodeCore:
 
     # --- prefill engines ---------------------------------------------------------------------------------------------
 
-    def _prefill_at(self, engine_id: str, share: Share, address: Address, now_s: float) -> _Prefill:
+    def _prefill_at(self, engine_id: str, share: Share, address: Address, now_s: float) -> PrefillRank:
         """The record to use for this rank at this address; a new generation when the last is over."""
         generation, effects = self._registry.admit_address(engine_id, _shown(address), share.rank)
         prefill = self._prefills.get(generation)
         if prefill is None:
-            prefill = self._prefills[generation] = _Prefill(engine_id, share, address, generation)
+            prefill = self._prefills[generation] = PrefillRank(engine_id, share, address, generation)
         self._absorb(effects, now_s)
         if prefill.share != share:
             self._change_share(prefill, share, now_s)
         return prefill
 
-    def _change_share(self, prefill: _Prefill, share: Share, now_s: float) -> None:
+    def _change_share(self, prefill: PrefillRank, share: Share, now_s: float) -> None:
         """The caller names other sizes of the engine than before. What prefill has confirmed stands, and so does what
         other receives wait for; but a mistake that nobody waits for must not keep the engine from being used."""
         if prefill.is_up or prefill.legs or prefill.notices:
@@ -837,11 +601,11 @@ class DecodeCore:
         prefill.share = share
 
     @staticmethod
-    def _house(prefill: _Prefill, leg: _Leg) -> None:
+    def _house(prefill: PrefillRank, leg: Leg) -> None:
         leg.home = prefill.generation
         prefill.legs[leg.receive.epoch] = prefill.unsent[leg.receive.epoch] = leg
 
-    def _use(self, prefill: _Prefill, now_s: float) -> None:
+    def _use(self, prefill: PrefillRank, now_s: float) -> None:
         """Something is to be sent: send it, dial first, or wait for the dial that is under way."""
         need = self._registry.need(prefill.generation)
         if need is Need.write:
@@ -856,7 +620,7 @@ class DecodeCore:
             self.counters["handshakes_started"] += 1
             self._out.append(Dial(prefill.link, prefill.address))
 
-    def _flush(self, prefill: _Prefill, now_s: float) -> None:
+    def _flush(self, prefill: PrefillRank, now_s: float) -> None:
         assert prefill.link is not None, "a connected engine has its link"
         unsent, prefill.unsent = prefill.unsent, {}
         for leg in unsent.values():
@@ -872,14 +636,14 @@ class DecodeCore:
         for start in range(0, len(renewals), wire.MAX_RENEWALS):
             self._out.append(Send(prefill.link, wire.Renew(renewals[start : start + wire.MAX_RENEWALS])))
 
-    def _notice(self, prefill: _Prefill, message: Notice) -> None:
+    def _notice(self, prefill: PrefillRank, message: Notice) -> None:
         """Have prefill told as soon as its link is up, unless that takes more than ``handshake_attempts``."""
         if len(prefill.notices) < MAX_NOTICES:
             prefill.notices.append(message)
         else:
             self.counters["notices_dropped"] += 1
 
-    def _dial_failed(self, prefill: _Prefill, failure: Failure, now_s: float) -> None:
+    def _dial_failed(self, prefill: PrefillRank, failure: Failure, now_s: float) -> None:
         """The handshake failed: every receive that waits for it learns so. Those registered before the link broke go on
         waiting for their proof or their deadline, unless another process has taken this one's place."""
         self._hang_up(prefill)
@@ -902,19 +666,19 @@ class DecodeCore:
         if prefill.legs or prefill.notices:
             self._use(prefill, now_s)  # asks for RetryDue when the backoff is over
 
-    def _process_is_gone(self, prefill: _Prefill, code: FailureCode, reason: str, now_s: float) -> None:
+    def _process_is_gone(self, prefill: PrefillRank, code: FailureCode, reason: str, now_s: float) -> None:
         """Nobody, or somebody else, listens at the address now: what was registered there will never be written."""
         prefill.notices.clear()
         for leg in list(prefill.legs.values()):
             self._settle_gone(leg, code, reason, now_s)
 
-    def _lost(self, prefill: _Prefill, detail: str, now_s: float) -> None:
+    def _lost(self, prefill: PrefillRank, detail: str, now_s: float) -> None:
         self._absorb(self._registry.lost(prefill.generation, detail, link_is_up=False), now_s)
 
-    def _hang_up(self, prefill: _Prefill) -> None:
+    def _hang_up(self, prefill: PrefillRank) -> None:
         if prefill.link is not None:
             self._links.pop(prefill.link, None)
-            self._timers.cancel(_Beat(prefill.link))
+            self._timers.cancel(Beat(prefill.link))
             self._out.append(HangUp(prefill.link))
             prefill.link = None
         prefill.is_up = False
@@ -941,7 +705,7 @@ class DecodeCore:
                 case Evicted():
                     self._evicted(prefill, effect.reason, now_s)
 
-    def _evicted(self, prefill: _Prefill, reason: StaleReason | None, now_s: float) -> None:
+    def _evicted(self, prefill: PrefillRank, reason: StaleReason | None, now_s: float) -> None:
         self.counters["engines_evicted"] += 1
         if prefill.is_up and prefill.link is not None:
             self._out.append(Send(prefill.link, wire.Goodbye("nothing to do")))
@@ -950,7 +714,7 @@ class DecodeCore:
         if reason not in _FORSAKEN:
             self._carry_over(prefill, now_s)
 
-    def _went_stale(self, prefill: _Prefill, effect: WentStale, now_s: float) -> None:
+    def _went_stale(self, prefill: PrefillRank, effect: WentStale, now_s: float) -> None:
         """Decide on the receives of a generation that serves no new one.
 
         Forsaken (superseded, dropped): open receives end, and the link stays for as long as one of them waits for
@@ -966,7 +730,7 @@ class DecodeCore:
             self._hang_up(prefill)
             self._carry_over(prefill, now_s)
 
-    def _carry_over(self, old: _Prefill, now_s: float) -> None:
+    def _carry_over(self, old: PrefillRank, now_s: float) -> None:
         """Move the legs of ``old`` that are not over to the engine's next generation, which dials again."""
         legs = list(old.legs.values())
         old.legs.clear()
@@ -1002,9 +766,9 @@ class DecodeCore:
         times = [due_s for due_s in (self._timers.next_due_s(), self._registry.next_due_s()) if due_s is not None]
         return min(times, default=None)
 
-    def _timer_fired(self, key: _TimerKey, now_s: float) -> None:
+    def _timer_fired(self, key: Due, now_s: float) -> None:
         match key:
-            case _Deadline(epoch):
+            case Deadline(epoch):
                 receive = self._receives[epoch]
                 waited_s = now_s - receive.opened_s
                 reason = (
@@ -1012,13 +776,13 @@ class DecodeCore:
                     f"{receive.engine_id!r} within {waited_s:.3g} s"
                 )
                 self._end(receive, Outcome.expired, FailureCode.deadline, reason, now_s)
-            case _Hold(epoch):
+            case HoldEnd(epoch):
                 self._hold_timed_out(self._receives[epoch], now_s)
-            case _Beat(link):
+            case Beat(link):
                 self._out.append(Send(link, wire.Heartbeat()))
                 self._timers.set(key, now_s + self._config.heartbeat_interval_s)
 
-    def _hold_timed_out(self, receive: _Receive, now_s: float) -> None:
+    def _hold_timed_out(self, receive: Receive, now_s: float) -> None:
         self.counters["holds_timed_out"] += 1
         if self._config.hold_policy is HoldPolicy.release:
             reason = f"hold_timeout_s={self._config.hold_timeout_s:g} passed: a late WRITE may still land"
@@ -1056,7 +820,7 @@ class DecodeCore:
             "timers": len(self._timers),
         }
 
-    def _fire(self, receive: _Receive, trigger: ReceiveTrigger) -> None:
+    def _fire(self, receive: Receive, trigger: ReceiveTrigger) -> None:
         RECEIVE.fire(receive, trigger)
 
     def _effects(self) -> list[Effect]:

@@ -25,7 +25,8 @@ import torch
 
 from kvpush import wire
 from kvpush.config import Config
-from kvpush.decode import Address, DecodeCore, Dial, Effect, Emit, HangUp, Place, Send, Source
+from kvpush.decode import DecodeCore
+from kvpush.decode_effects import Dial, Effect, Emit, HangUp, Send
 from kvpush.endpoint import Endpoint, parse_address
 from kvpush.errors import Closed, ConfigurationError, Failure, FailureCode, UsageError
 from kvpush.events import BlocksReleased, Outcome, ReceiveFinished
@@ -38,6 +39,7 @@ from kvpush.parallel import MAX_RANKS
 from kvpush.placement import GroupBlocks, Placement
 from kvpush.plan import check_writable
 from kvpush.probe import Prober
+from kvpush.receives import Address, Place, Source
 from kvpush.registry import Clock, Registry
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_setup, check_timeout
 from kvpush.transport import Notification, Transport, TransportFactory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpush import decode, wire
+from kvpush import decode, decode_effects, receives, wire
 from kvpush.config import Config
 from kvpush.errors import Failure, UsageError
 from kvpush.events import BlocksReleased, Outcome, ReceiveFinished
@@ -83,7 +83,7 @@ class DecodeEngine(Engine):
         self._perform(
             self.core.expect(
                 transfer_id,
-                (decode.Place(DEFAULT_GROUP, first_block, np.array(block_ids, dtype=np.int64)),),
+                (receives.Place(DEFAULT_GROUP, first_block, np.array(block_ids, dtype=np.int64)),),
                 num_blocks=len(block_ids),
                 source=_source(source, incarnation),
                 deadline_s=limit_s,
@@ -181,7 +181,7 @@ class DecodeEngine(Engine):
 
     # --- the loop ----------------------------------------------------------------------------------------------------
 
-    def _handled(self, event: LinkEvent[Any]) -> list[decode.Effect]:
+    def _handled(self, event: LinkEvent[Any]) -> list[decode_effects.Effect]:
         now_s = self.now_s()
         if isinstance(event, LinkOpened):
             return self.core.link_opened(event.link, now_s)
@@ -208,22 +208,22 @@ class DecodeEngine(Engine):
             self._perform(self.core.notified(notification.agent_name, notification.payload, self.now_s()))
         return bool(notifications)
 
-    def _perform(self, effects: Iterable[decode.Effect]) -> None:
+    def _perform(self, effects: Iterable[decode_effects.Effect]) -> None:
         self._is_due_known = False
         queue = deque(effects)
         while queue:
             effect = queue.popleft()
             match effect:
-                case decode.Emit():
+                case decode_effects.Emit():
                     self._take(effect.event)
-                case decode.Send():
+                case decode_effects.Send():
                     queue.extend(self._send(effect))
-                case decode.Dial():
+                case decode_effects.Dial():
                     self.world.network.dial(self, effect.link, effect.address)
-                case decode.HangUp():
+                case decode_effects.HangUp():
                     self.world.network.hang_up(self, effect.link)
 
-    def _send(self, effect: decode.Send) -> list[decode.Effect]:
+    def _send(self, effect: decode_effects.Send) -> list[decode_effects.Effect]:
         if isinstance(effect.message, wire.Register):
             self._note_epoch(effect.message)
         peer = self.world.peer_of(self, effect.link)
@@ -244,8 +244,8 @@ class DecodeEngine(Engine):
             self._by_epoch[message.epoch] = receive
 
 
-def _source(engine: PrefillEngine, incarnation: str = "") -> decode.Source:
+def _source(engine: PrefillEngine, incarnation: str = "") -> receives.Source:
     """All ranks of its engine, as far as they have ever started."""
     addresses = {other.rank: other.address for other in engine.siblings()} | {engine.rank: engine.address}
     share = engine.held.share
-    return decode.Source(engine.engine_id, share.pp_size, share.tp_size, addresses, {engine.rank: incarnation})
+    return receives.Source(engine.engine_id, share.pp_size, share.tp_size, addresses, {engine.rank: incarnation})

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from core_worlds import make_config
 
-from kvpush import decode, metadata, prefill_effects, wire
+from kvpush import decode, decode_effects, metadata, prefill_effects, receives, wire
 from kvpush.identity import new_identity
 from kvpush.layout import KVCacheSpec, geometry_of
 from kvpush.parallel import Share
@@ -185,16 +185,16 @@ class Decode(_Rank):
     def do(self, effects):
         for effect in effects:
             match effect:
-                case decode.Send():
+                case decode_effects.Send():
                     self.sent.append((effect.link, effect.message))
-                case decode.Dial():
+                case decode_effects.Dial():
                     self.dialled[effect.address] = effect.link
-                case decode.Emit():
+                case decode_effects.Emit():
                     self.events.append(effect.event)
 
     def expect(self, transfer_id, block_ids, others, *, first_block=0, num_tokens=0, deadline_s=30.0):
         """``others``: all ranks of the prefill engine; the address of one is its rank."""
-        place = decode.Place("kv", first_block, np.array(block_ids, dtype=np.int64), num_tokens)
+        place = receives.Place("kv", first_block, np.array(block_ids, dtype=np.int64), num_tokens)
         self.do(
             self.core.expect(
                 transfer_id,
@@ -235,7 +235,7 @@ class Decode(_Rank):
 def source_of(others):
     """All ranks of the prefill engine."""
     sizes = others[0].identity.share
-    return decode.Source("p0", sizes.pp_size, sizes.tp_size, {o.identity.rank: address_of(o) for o in others})
+    return receives.Source("p0", sizes.pp_size, sizes.tp_size, {o.identity.rank: address_of(o) for o in others})
 
 
 def address_of(other):

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvpush import decode, prefill, prefill_effects, wire
+from kvpush import decode_effects, prefill, prefill_effects, receives, wire
 from kvpush.config import Config
 from kvpush.errors import FailureCode, TransportError
 from kvpush.events import BlocksReleased, PushFinished, ReceiveFinished
@@ -290,9 +290,9 @@ class Universe:
         self._d(
             self.decode.core.expect(
                 transfer_id,
-                (decode.Place(DEFAULT_GROUP, 0, blocks),),
+                (receives.Place(DEFAULT_GROUP, 0, blocks),),
                 num_blocks=1,
-                source=decode.Source("p0", 1, 1, {(0, 0): ("p", 1)}),
+                source=receives.Source("p0", 1, 1, {(0, 0): ("p", 1)}),
                 deadline_s=CONFIG.receive_deadline_s,
                 now_s=self.clock.now_s,
             )
@@ -488,13 +488,13 @@ class Universe:
         while queue:
             effect = queue.popleft()
             match effect:
-                case decode.Emit(event):
+                case decode_effects.Emit(event):
                     self._heard(self.expected, self.decode.life, event)
-                case decode.Send(link, message):
+                case decode_effects.Send(link, message):
                     queue.extend(self._send_to_prefill(link, message))
-                case decode.Dial(link, _):
+                case decode_effects.Dial(link, _):
                     self.dialing.append((self.decode.life, link))
-                case decode.HangUp(link):
+                case decode_effects.HangUp(link):
                     self._hang_up(link)
 
     def _send_to_prefill(self, link: int, message: Any) -> list[Any]:

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvpush import decode, wire
+from kvpush import decode_effects, receives, wire
 from kvpush.config import Config
 from kvpush.decode import DecodeCore
 from kvpush.errors import FailureCode
@@ -177,18 +177,18 @@ class DecodeMachine(RuleBasedStateMachine):
         events, sent = [], []
         for effect in effects:
             match effect:
-                case decode.Dial(link=link, address=address):
+                case decode_effects.Dial(link=link, address=address):
                     (engine,) = [name for name, known in ADDRESSES.items() if known == address]
                     assert engine not in [known[0] for known in self.links.values()], "one link to an engine"
                     self.links[link] = [engine, "dialling", self.clock()]
-                case decode.HangUp(link=link):
+                case decode_effects.HangUp(link=link):
                     self.links.pop(link, None)
-                case decode.Emit(event=BlocksReleased() as event):
+                case decode_effects.Emit(event=BlocksReleased() as event):
                     events.append((event.transfer_id, "released", event.proven))
-                case decode.Emit(event=event):
+                case decode_effects.Emit(event=event):
                     code = None if event.code is None else str(event.code)
                     events.append((event.transfer_id, str(event.outcome), code, event.blocks_reusable))
-                case decode.Send(link=link, message=wire.Register() | wire.Cancel() as message):
+                case decode_effects.Send(link=link, message=wire.Register() | wire.Cancel() as message):
                     if message.__class__ is wire.Register and not message.wants:
                         continue  # a notice: decode waits for nothing
                     sent.append((type(message).__name__, self.links[link][0], message.epoch))
@@ -213,9 +213,9 @@ class DecodeMachine(RuleBasedStateMachine):
         self.perform(
             self.core.expect(
                 name,
-                (decode.Place(DEFAULT_GROUP, 0, np.arange(count)),),
+                (receives.Place(DEFAULT_GROUP, 0, np.arange(count)),),
                 num_blocks=count,
-                source=decode.Source(engine, 1, 1, {(0, 0): ADDRESSES[engine]}),
+                source=receives.Source(engine, 1, 1, {(0, 0): ADDRESSES[engine]}),
                 deadline_s=DEADLINE_S,
                 now_s=now_s,
             )
