@@ -48,7 +48,7 @@ class Chunks:
         self._num_chunks = 0
         self._unsorted: list[Chunk] = []  # most transfers have one chunk, which is never searched
         self._by_layers: dict[tuple[int, int], _Positions] = {}  # (group, layers) -> what chunks name of just these
-        self._empty: list[Chunk] = []  # that name no position
+        self._empty: dict[_Places, list[Chunk]] = {}  # those that name no position of a layer
 
     def add(self, chunk: Chunk) -> int:
         """One more, which :meth:`overlap` has nothing against. Its number, from 0."""
@@ -61,17 +61,17 @@ class Chunks:
         """Whether an earlier one says the same."""
         self._sort()
         for part, layers in zip(chunk.parts, chunk.layers, strict=True):
-            if len(part.block_ids):
+            if layers and len(part.block_ids):
                 named = self._by_layers.get((part.group, layers))
                 earlier = None if named is None else named.beginning_at(part.first_block)
                 return earlier is not None and earlier.is_same(chunk)
-        return any(earlier.is_same(chunk) for earlier in self._empty)
+        return any(earlier.is_same(chunk) for earlier in self._empty.get(_places(chunk), ()))
 
     def overlap(self, chunk: Chunk) -> tuple[GroupBlocks, GroupBlocks] | None:
         """A part of it, and a part of an earlier one that names a position of a layer that the first names, too."""
         self._sort()
         for part, layers in zip(chunk.parts, chunk.layers, strict=True):
-            if not len(part.block_ids):
+            if not layers or not len(part.block_ids):
                 continue
             for (group, named_layers), named in self._by_layers.items():
                 if group == part.group and named_layers & layers and (earlier := named.meeting(part)) is not None:
@@ -87,15 +87,26 @@ class Chunks:
         for chunk in self._unsorted:
             is_empty = True
             for part, layers in zip(chunk.parts, chunk.layers, strict=True):
-                if len(part.block_ids):
+                if layers and len(part.block_ids):
                     self._by_layers.setdefault((part.group, layers), _Positions()).add(part, chunk)
                     is_empty = False
             if is_empty:
-                self._empty.append(chunk)
+                self._empty.setdefault(_places(chunk), []).append(chunk)
         self._unsorted.clear()
 
     def __len__(self) -> int:
         return self._num_chunks
+
+
+_Places = tuple[tuple[int, int, int, int], ...]
+
+
+def _places(chunk: Chunk) -> _Places:
+    """What distinguishes most chunks that are not the same."""
+    return tuple(
+        (part.group, layers, part.first_block, len(part.block_ids))
+        for part, layers in zip(chunk.parts, chunk.layers, strict=True)
+    )
 
 
 class _Positions:

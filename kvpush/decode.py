@@ -91,6 +91,7 @@ class DecodeCore:
         self._receives: dict[int, Receive] = {}  # by epoch: open or holding
         self._open: dict[str, Receive] = {}  # by transfer id: open
         self._under_way: set[Leg] = set()  # those that a WRITE is under way to
+        self._num_pinned = 0  # legs
         self._last_epoch = 0
         self._last_link = 0
         self._timers: Timers[Due] = Timers()
@@ -433,14 +434,13 @@ class DecodeCore:
             self._end(receive, Outcome.failed, exc.code, exc.reason, now_s)
             return
         leg.holdings = prefill.holdings
-        if (
-            defect := self._needs.coverage_defect(receive)
-        ) is not None:  # before this rank is asked, which would call it done
+        defect = self._needs.coverage_defect(receive)
+        if defect is not None:  # before this rank is asked: it would call its push done
             self._end(receive, Outcome.failed, FailureCode.incompatible, defect, now_s)
             return
         if self._registry.pin(prefill.generation) is None:
             return
-        leg.pinned = prefill.generation
+        self._pinned(leg, prefill)
         leg.registered_with = prefill.incarnation
         leg.writer_agent = prefill.agent_name
         self._out.append(Send(prefill.link, self._registration(receive, wants, now_s)))
@@ -567,10 +567,16 @@ class DecodeCore:
                 prefill.unsent.pop(receive.epoch, None)
             self._unpin(leg, now_s, is_confirmed=False)
 
+    def _pinned(self, leg: Leg, prefill: PrefillRank) -> None:
+        assert leg.pinned is None, "a leg has one pin, and _unpin() gives it back"
+        leg.pinned = prefill.generation
+        self._num_pinned += 1
+
     def _unpin(self, leg: Leg, now_s: float, *, is_confirmed: bool) -> None:
         self._count_under_way(leg, -leg.num_under_way)
         if leg.pinned is not None:
             generation, leg.pinned = leg.pinned, None
+            self._num_pinned -= 1
             self._absorb(self._registry.settle(generation, ok=is_confirmed), now_s)
 
     # --- prefill engines ---------------------------------------------------------------------------------------------
@@ -627,7 +633,7 @@ class DecodeCore:
             if leg.receive.is_open:
                 self._register(prefill, leg, now_s)
             elif self._registry.pin(prefill.generation) is not None:  # its Cancel may have been lost with the old link
-                leg.pinned = prefill.generation
+                self._pinned(leg, prefill)
                 self._send_cancel(prefill, leg.receive, FailureCode.cancelled_by_peer, "asked again on a new link")
         for notice in prefill.notices:
             self._out.append(Send(prefill.link, notice))
@@ -808,7 +814,7 @@ class DecodeCore:
     @property
     def is_written_to(self) -> bool:
         """Whether prefill may be writing into this memory at this moment."""
-        return any(leg.pinned is not None for receive in self._receives.values() for leg in receive.legs.values())
+        return self._num_pinned > 0
 
     def gauges(self) -> dict[str, int]:
         """Sizes of everything that is bounded."""

@@ -113,7 +113,7 @@ class Endings:
 
     def _leave_lines(self, push: Push) -> None:
         for leg in push.legs.values():
-            leg.pieces.clear()
+            leg.drop_pieces()
             self._lines.undefer(leg)
 
     def _tell(self, push: Push, cause: Cause) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvpush import wire
 from kvpush.errors import Failure, FailureCode, Incompatible
 from kvpush.layout import CacheGeometry, KVCacheSpec, compare, fingerprint
-from kvpush.parallel import Share
+from kvpush.parallel import PER_RANK, Share
 from kvpush.wire import Rank
 
 # NIXL documents no limit for agent names, so a long engine id is cut and told apart by its hash
@@ -78,6 +78,18 @@ def mismatch(ours: Identity, hello: wire.Hello) -> Failure | None:
             f"engine {ours.engine_id!r} is {ours.share} here: its source must name an address for each rank"
         )
     return None
+
+
+def totals_told(hello: wire.Hello) -> tuple[int, ...]:
+    """How the groups of whoever says Hello are spread over its ranks, as :mod:`kvpush.parallel` wants to know."""
+    totals = []
+    for group in hello.block_sizes_tokens:
+        heads = hello.fingerprint.get(f"{group}.total_kv_heads")
+        if heads is None:
+            totals.append(PER_RANK)
+        else:
+            totals.append(int(heads) if heads.isascii() and heads.isdecimal() and len(heads) < 8 else 0)
+    return tuple(totals)
 
 
 def _shared(fingerprint: Mapping[str, str], groups: Mapping[str, int]) -> dict[str, str]:

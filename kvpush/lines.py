@@ -20,6 +20,7 @@ class Lines:
         self._max_deferred = max_deferred
         self._deferred: dict[int, OrderedDict[str, Leg]] = {}
         self._lines: OrderedDict[int, deque[Leg]] = OrderedDict()  # the one whose turn is next comes first
+        self._is_serving = False
 
     # --- behind a handshake ------------------------------------------------------------------------------------------
 
@@ -79,18 +80,29 @@ class Lines:
         """Give every line its turn, one piece each, until none can go on.
 
         ``post_next`` is given the first push of a line and its generation. It posts a piece of it or has it
-        :meth:`leave`; ``False`` says that nothing of this line can be posted for now. It may call anything else here.
+        :meth:`leave`; ``False`` says that nothing of this line can be posted for now. It may call anything else here,
+        this method too, which leaves what came of that to the turns that are being given already: a push of which
+        thousands of pieces end at once, because decode does not hold these layers, must not be a stack as deep.
         """
-        has_posted = True
-        while has_posted:
-            has_posted = False
-            for generation in list(self._lines):
-                line = self._lines.get(generation)
-                if line is None or not post_next(line[0], generation):
-                    continue
-                has_posted = True
-                if generation in self._lines:
-                    self._lines.move_to_end(generation)  # so that the next round begins with another engine
+        if self._is_serving:
+            return
+        self._is_serving = True
+        try:
+            while self._serve_round(post_next):
+                pass
+        finally:
+            self._is_serving = False
+
+    def _serve_round(self, post_next: Callable[[Leg, int], bool]) -> bool:
+        has_posted = False
+        for generation in list(self._lines):
+            line = self._lines.get(generation)
+            if line is None or not post_next(line[0], generation):
+                continue
+            has_posted = True
+            if generation in self._lines:
+                self._lines.move_to_end(generation)  # so that the next round begins with another engine
+        return has_posted
 
     def gauges(self) -> dict[str, int]:
         """Sizes."""

@@ -64,9 +64,8 @@ class Placement:
             return (self._checked(0, block_ids, first_block, call, unique),)
         by_name = self._by_name(block_ids, call)
         firsts = self._first_blocks(first_block, by_name, call)
-        return tuple(
-            self._checked(self._numbers[name], ids, firsts[name], call, unique) for name, ids in by_name.items()
-        )
+        numbered = sorted((self._numbers[name], name) for name in by_name)  # in whatever order the caller names them
+        return tuple(self._checked(number, by_name[name], firsts[name], call, unique) for number, name in numbered)
 
     def name_of(self, group: int) -> str:
         """Of the group with this number."""
@@ -75,6 +74,24 @@ class Placement:
     def num_blocks(self, parts: Sequence[GroupBlocks]) -> int:
         """How many they are, as the caller counts them."""
         return sum(len(part.block_ids) // self._groups[part.group].kernel_blocks for part in parts)
+
+    def has_tokens(self, part: GroupBlocks) -> bool:
+        """Whether its blocks are of tokens, and not opaque state that is copied whole."""
+        return bool(self._groups[part.group].kernel_size_tokens)
+
+    def pages(self, part: GroupBlocks) -> BlockIds:
+        """Its blocks as the caller counts them, which is how groups that share memory count it."""
+        kernel_blocks = self._groups[part.group].kernel_blocks
+        return part.block_ids[::kernel_blocks] // kernel_blocks if kernel_blocks > 1 else part.block_ids
+
+    def positions(self, part: GroupBlocks) -> range:
+        """Of the transfer, as the caller counts them."""
+        kernel_blocks = self._groups[part.group].kernel_blocks
+        return range(part.first_block // kernel_blocks, part.end_block // kernel_blocks)
+
+    def num_pages(self) -> list[int]:
+        """Blocks of each group, as the caller counts them."""
+        return [group.num_blocks for group in self._groups]
 
     def last_block_begins_at(self, part: GroupBlocks) -> int:
         """The token with which the last of these blocks begins, as the caller counts blocks; -1 when there is none."""

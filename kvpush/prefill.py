@@ -18,14 +18,17 @@ every :class:`LoadPeer` with one ``peer_loaded`` or ``peer_failed``; call :meth:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
+
+from msgspec.structs import replace
 
 from kvpush import metadata, wire
 from kvpush.config import Config, HoldPolicy
 from kvpush.endings import Endings
 from kvpush.errors import Failure, FailureCode, Incompatible, QueueFull, TransportError
 from kvpush.events import Outcome, StaleReason
-from kvpush.identity import Identity, mismatch
+from kvpush.identity import Identity, mismatch, totals_told
 from kvpush.layout import CacheGeometry, totals_of
 from kvpush.lifecycle import PUSH, PushState, PushTrigger
 from kvpush.lines import Lines
@@ -130,9 +133,9 @@ class PrefillCore:
     ) -> list[Effect]:
         """One chunk. ``last``: the caller has nothing more to push.
 
-        ``fenced``: not computed yet; :meth:`fence_reached` follows. ``index`` counts the chunks of one transfer from 0:
-        only the first begins a push. A later one of a push that is ending or over is dropped, since its outcome covers
-        it.
+        ``fenced``: not computed yet; :meth:`fences_reached` follows. ``index`` counts the chunks of one transfer from
+        0: only the first begins a push. A later one of a push that is ending or over is dropped, since its outcome
+        covers it.
         """
         push = self._pushes.get(transfer_id)
         if push is None and index == 0:
@@ -150,17 +153,21 @@ class PrefillCore:
             self._timers.set(LeaseEnd(transfer_id), push.lease_until_s)
         return self._outbox.take()
 
-    def fence_reached(self, transfer_id: str, chunk_index: int, now_s: float) -> list[Effect]:
-        """The device finished computing this chunk's blocks."""
+    def fences_reached(self, transfer_id: str, chunk_indices: Sequence[int], now_s: float) -> list[Effect]:
+        """The device finished computing the blocks of these chunks."""
         push = self._pushes.get(transfer_id)
-        if push is not None and chunk_index < len(push.chunks):
-            push.chunks[chunk_index].is_fenced = False
+        if push is not None:
+            for index in chunk_indices:
+                if index < len(push.chunks):
+                    push.chunks[index].is_fenced = False
+                    for leg in push.legs.values():
+                        leg.unfence(index)
             if push.cause is None:
                 self._advance(push, now_s)
         return self._outbox.take()
 
     def is_fenced(self, transfer_id: str, chunk_index: int) -> bool:
-        """Whether this chunk was taken and waits for :meth:`fence_reached`."""
+        """Whether this chunk was taken and waits for :meth:`fences_reached`."""
         push = self._pushes.get(transfer_id)
         return push is not None and chunk_index < len(push.chunks) and push.chunks[chunk_index].is_fenced
 
@@ -359,8 +366,28 @@ class PrefillCore:
                 f"{self._identity.engine_id!r} (pp_size={ours.pp_size}, tp_size={ours.tp_size}), which writes to "
                 f"{sorted(met)[:8]}"
             )
+        if hello.block_sizes_tokens.keys() != self._identity.block_sizes_tokens.keys():
+            self._check_groups(hello)
         own_sizes = {held.name: held.block_size_tokens for held in self._groups}
         return Link(link, hello, met, all_terms(own_sizes, hello.block_sizes_tokens))
+
+    def _check_groups(self, hello: wire.Hello) -> None:
+        """Either side works out who writes to whom from the groups that it has. Where one lacks some, both must come to
+        the same all the same, or a push would wait for ranks that never come. Raises Incompatible."""
+        ours, theirs = self._identity.share, hello.share
+        told = totals_told(hello)
+        stage = [replace(ours, tp_rank=tp_rank) for tp_rank in range(ours.tp_size)]
+        if any(
+            readers(rank, theirs.pp_size, theirs.tp_size, self._totals)
+            != readers(rank, theirs.pp_size, theirs.tp_size, told)
+            for rank in stage
+        ):
+            odd = sorted(hello.block_sizes_tokens.keys() ^ self._identity.block_sizes_tokens.keys())
+            raise Incompatible(
+                f"group {odd[0]!r} is only on one side, {theirs} of decode engine {hello.engine_id!r} or {ours} of "
+                f"prefill engine {self._identity.engine_id!r}: with these sizes the two do not agree about who writes "
+                f"to whom; give every pipeline stage a layer of every group, or both engines the same tp_size"
+            )
 
     def _supersede_link(self, old: Link, hello: wire.Hello, now_s: float) -> None:
         """The connection came back, or the engine restarted, before the old link's end was noticed."""
@@ -544,7 +571,7 @@ class PrefillCore:
             self._endings.conclude(push, DONE, now_s)
         else:
             for leg in legs:
-                if leg.pieces and push.cause is None:
+                if leg.has_pieces and push.cause is None:
                     self._queue(leg, now_s)
                 elif push.is_last_known and not leg.wanted_cells:
                     self._registrations.end(leg.registration)  # it asked for nothing: its link does not matter, either

@@ -10,6 +10,7 @@ and ``wait()`` take. Both are bounded: a transfer counts against ``max_pending_p
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import deque
@@ -40,6 +41,8 @@ from kvpush.prefill_effects import AbandonWrite, Effect, Emit, LoadPeer, PostWri
 from kvpush.registry import Clock, Registry
 from kvpush.side import EventQueue, Ledger, Side, check_engine_id, check_setup, check_timeout
 from kvpush.transport import Transport, TransportFactory, WriteHandle
+
+FENCES_PER_TURN = 64  # that are asked for each transfer
 
 BlockList = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 
@@ -155,7 +158,7 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         if isinstance(layers, str) or not isinstance(layers, Sequence) or not layers:
             raise UsageError(f"push_layers: layers={layers!r} must list the names of layers")
         for layer in layers:
-            if layer not in self._layers:
+            if not isinstance(layer, str) or layer not in self._layers:
                 raise UsageError(f"push_layers: this cache has no layer {layer!r}")
             group, number = self._layers[layer]
             if masks[group] >> number & 1:
@@ -240,8 +243,21 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         elif chunks.has_same(chunk):
             return None
         else:
-            _check_further(transfer_id, chunks, chunk)
+            self._check_further(transfer_id, chunks, chunk)
         return chunks.add(chunk)
+
+    def _check_further(self, transfer_id: str, chunks: Chunks, chunk: Chunk) -> None:
+        if chunks.has_last:
+            raise UsageError(
+                f"push: transfer {transfer_id!r} has its last chunk already, and this is another one; "
+                f"use a new transfer_id, or poll the end of the old one first"
+            )
+        if (both := chunks.overlap(chunk)) is not None:
+            new, old = (self._placement.positions(part) for part in both)
+            raise UsageError(
+                f"push: transfer {transfer_id!r}: positions {new.start} to {new.stop - 1} overlap "
+                f"{old.start} to {old.stop - 1}, which an earlier chunk named (group {both[0].name!r})"
+            )
 
     def _account_closed(self, event: PushFinished | BlocksReleased, account: Chunks) -> None:
         if not account.has_last:
@@ -251,20 +267,6 @@ class PrefillPusher(Side[PushFinished, Chunks]):
     def __repr__(self) -> str:
         host, port = self.address
         return f"<PrefillPusher {self.engine_id!r} at {host} port {port}: {len(self._registry)} engines>"
-
-
-def _check_further(transfer_id: str, chunks: Chunks, chunk: Chunk) -> None:
-    if chunks.has_last:
-        raise UsageError(
-            f"push: transfer {transfer_id!r} has its last chunk already, and this is another one; "
-            f"use a new transfer_id, or poll the end of the old one first"
-        )
-    if (both := chunks.overlap(chunk)) is not None:
-        new, old = both
-        raise UsageError(
-            f"push: transfer {transfer_id!r}: positions {new.first_block} to {new.end_block - 1} overlap "
-            f"{old.first_block} to {old.end_block - 1}, which an earlier chunk named (group {new.name!r})"
-        )
 
 
 class _PushLoop(Loop):
@@ -438,26 +440,27 @@ class _PushLoop(Loop):
     def _poll_fences(self) -> bool:
         has_progressed = False
         for transfer_id, fences in list(self._fences.items()):
-            for index, fence in list(fences.items()):
-                if self._fences.get(transfer_id) is not fences:
-                    break  # its push ended meanwhile
-                has_progressed |= self._poll_fence(transfer_id, index, fence)
+            has_progressed |= self._poll_fences_of(transfer_id, fences)
         return has_progressed
 
-    def _poll_fence(self, transfer_id: str, index: int, fence: Fence) -> bool:
-        try:
-            if not fence.query():
-                return False
-        except Exception as exc:  # noqa: BLE001  # whatever the device or the caller's object raises fails this push only
-            reason = f"transfer {transfer_id!r}: its ready event raised {exc!r}"
-            self._perform(self._core.fail(transfer_id, Failure(FailureCode.write_failed, reason), self._clock()))
-            return True
-        fences = self._fences[transfer_id]
-        del fences[index]
+    def _poll_fences_of(self, transfer_id: str, fences: dict[int, Fence]) -> bool:
+        """Ask some, from the oldest on: those of one stream are passed in their order, and others' turn comes."""
+        passed: list[int] = []
+        for index, fence in itertools.islice(fences.items(), FENCES_PER_TURN):
+            try:
+                if fence.query():
+                    passed.append(index)
+            except Exception as exc:  # noqa: BLE001  # whatever the device or the caller's object raises fails this push only
+                reason = f"transfer {transfer_id!r}: its ready event raised {exc!r}"
+                self._perform(self._core.fail(transfer_id, Failure(FailureCode.write_failed, reason), self._clock()))
+                return True
+        for index in passed:
+            del fences[index]
         if not fences:
             del self._fences[transfer_id]
-        self._perform(self._core.fence_reached(transfer_id, index, self._clock()))
-        return True
+        if passed:
+            self._perform(self._core.fences_reached(transfer_id, passed, self._clock()))
+        return bool(passed)
 
     # --- effects -----------------------------------------------------------------------------------------------------
 

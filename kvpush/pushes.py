@@ -214,7 +214,8 @@ class Leg:
     push: Push
     registration: Registration
     wanted: dict[int, Wanted]  # by group
-    pieces: deque[Piece] = field(default_factory=deque)  # not posted
+    pieces: deque[Piece] = field(default_factory=deque)  # computed and not posted
+    fenced: dict[int, list[Piece]] = field(default_factory=dict)  # by chunk: not computed
     generation: int | None = None  # of the engine that it waits for or writes to
     failed_attempts: int = 0  # handshakes that it waited through
     in_flight: set[int] = field(default_factory=set)  # ids of WRITEs that may still read its blocks
@@ -226,6 +227,11 @@ class Leg:
     @property
     def transfer_id(self) -> str:
         return self.push.transfer_id
+
+    @property
+    def has_pieces(self) -> bool:
+        """Something is still to be posted."""
+        return bool(self.pieces or self.fenced)
 
     @property
     def is_begun(self) -> bool:
@@ -242,14 +248,25 @@ class Leg:
         self.registration = registration
         self.wanted = {i: wanted[held.name] for i, held in enumerate(cut.groups) if held.name in wanted}
         self.wanted_cells = sum(cut.groups[i].num_layers * each.num_slots for i, each in self.wanted.items())
-        self.pieces.clear()
+        self.drop_pieces()
         self.covered_cells = 0
         for index in range(len(self.push.chunks)):
             self.cut(index, cut)
 
+    def drop_pieces(self) -> None:
+        """Nothing more is posted."""
+        self.pieces.clear()
+        self.fenced.clear()
+
+    def unfence(self, index: int) -> None:
+        """This chunk is computed: what decode asked for of it may be posted, after what was computed before."""
+        self.pieces.extend(self.fenced.pop(index, ()))
+
     def cut(self, index: int, cut: Cut) -> None:
         """Queue what decode asked for of one chunk, in pieces that fit into one WRITE."""
-        for part in self.push.chunks[index].parts:
+        chunk = self.push.chunks[index]
+        queue: deque[Piece] | list[Piece] = self.fenced.setdefault(index, []) if chunk.is_fenced else self.pieces
+        for part in chunk.parts:
             wanted = self.wanted.get(part.group)
             if wanted is None:
                 continue
@@ -267,15 +284,15 @@ class Leg:
                 piece = Piece(index, part.group, layers, both.start, local, remote)
                 self.covered_cells += piece.num_cells
                 max_slots = cut.max_slots(held, terms, len(layers))
-                self.pieces.extend((piece,) if len(local) <= max_slots else piece.sliced(max_slots))
+                queue.extend((piece,) if len(local) <= max_slots else piece.sliced(max_slots))
+        if chunk.is_fenced and not queue:
+            del self.fenced[index]
 
     def next_pieces(self, cut: Cut) -> tuple[list[Piece], int]:
-        """Those that are computed, from the first on, for one WRITE, and their bytes: one, then as many as fit."""
+        """For one WRITE, from the first on, and their bytes: one, then as many as fit."""
         taken: list[Piece] = []
         taken_bytes = 0
         for piece in self.pieces:
-            if self.push.chunks[piece.chunk].is_fenced:
-                continue
             num_bytes = cut.num_bytes(self, piece)
             if taken and (taken_bytes + num_bytes > cut.max_write_bytes or len(taken) == wire.MAX_SPANS):
                 break
@@ -288,8 +305,11 @@ class Leg:
         if not self.push.is_last_known or self.covered_cells == self.wanted_cells:
             return None
         wanted = self.registration
+        terms = wanted.link.terms
         asked = ", ".join(
-            f"{len(want.block_ids) // 4} blocks from position {want.first_block}"
+            f"{len(want.block_ids) // 4} blocks"
+            + (f" of {terms[want.group].decode_size_tokens} tokens" if want.group in terms else "")
+            + f" from position {want.first_block}"
             + (f" of group {want.group!r}" if len(wanted.wants) > 1 else "")
             for want in wanted.wants
         )
@@ -389,7 +409,7 @@ class Push:
     def is_lease_running(self) -> bool:
         """Blocks wait for a registration or an engine, or decode has been served and waits no more. Not while decode
         waits for the caller's next chunk: its own deadline ends that."""
-        waits = not self.is_complete or any(leg.pieces for leg in self.legs.values()) or self.is_served
+        waits = not self.is_complete or any(leg.has_pieces for leg in self.legs.values()) or self.is_served
         return waits and self.cause is None and self.state is not PushState.writing
 
     def finished(self, cause: Cause, now_s: float, *, blocks_reusable: bool) -> PushFinished:

@@ -56,7 +56,7 @@ class _Account:
     """A receive that expect() took."""
 
     parts: tuple[GroupBlocks, ...]
-    num_tokens: int
+    num_tokens: tuple[int, ...]  # one for each part; 0: every block whole
     source: Source
 
     def is_same(self, other: _Account) -> bool:
@@ -65,7 +65,10 @@ class _Account:
         return all(mine.is_same(theirs) for mine, theirs in zip(self.parts, other.parts, strict=True))
 
     def places(self) -> tuple[Place, ...]:
-        return tuple(Place(part.name, part.first_block, part.block_ids, self.num_tokens) for part in self.parts)
+        return tuple(
+            Place(part.name, part.first_block, part.block_ids, num_tokens)
+            for part, num_tokens in zip(self.parts, self.num_tokens, strict=True)
+        )
 
 
 class DecodeReceiver(Side[ReceiveFinished, _Account]):
@@ -107,7 +110,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         self._spec = spec
         self._is_draining = False
         # by group and block; guarded by the ledger's lock. Groups that share memory share their blocks' numbers, too.
-        sizes = [group.num_blocks for group in geometry.groups]
+        sizes = self._placement.num_pages()
         shared = np.zeros(max(sizes), dtype=np.bool_)
         self._is_in_use = [shared if spec.groups_share_memory else np.zeros(size, dtype=np.bool_) for size in sizes]
         self._loop = _ReceiveLoop(identity, geometry, config, clock, registry, ledger, events, transport_factory)
@@ -150,7 +153,8 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         parts = self._placement.parse(block_ids, first_block, call="expect", unique=True)
         source_engine_id = check_engine_id(source_engine_id)
         found = self._source(source, source_engine_id, source_incarnation)
-        account = _Account(parts, self._checked_tokens(num_tokens, parts), found)
+        tokens = self._checked_tokens(num_tokens, parts)
+        account = _Account(parts, tuple(tokens if self._placement.has_tokens(part) else 0 for part in parts), found)
         limit_s = self._config.receive_deadline_s if deadline_s is None else _checked_deadline(deadline_s)
         with self._ledger.lock:
             self._loop.check_room("expect")
@@ -213,7 +217,8 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         if self._is_draining:
             raise Closed(f"expect: DecodeReceiver {self.engine_id!r} is draining and takes no new receive")
         for part in account.parts:
-            taken = part.block_ids[self._is_in_use[part.group][part.block_ids]]
+            pages = self._placement.pages(part)
+            taken = pages[self._is_in_use[part.group][pages]]
             if taken.size:
                 raise UsageError(
                     f"expect: transfer {transfer_id!r}: block {taken[0]} of group {part.name!r} belongs to a receive "
@@ -239,7 +244,7 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
 
     def _mark(self, account: _Account, *, is_in_use: bool) -> None:
         for part in account.parts:
-            self._is_in_use[part.group][part.block_ids] = is_in_use
+            self._is_in_use[part.group][self._placement.pages(part)] = is_in_use
 
     def _account_closed(self, event: ReceiveFinished | BlocksReleased, account: _Account) -> None:
         self._mark(account, is_in_use=False)
@@ -270,14 +275,14 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
 
 def _checked_rank(rank: object) -> tuple[int, int]:
     match rank:
-        case (int() as pp, int() as tp) if 0 <= pp < MAX_RANKS and 0 <= tp < MAX_RANKS:
-            return pp, tp
+        case (int() | np.integer() as pp, int() | np.integer() as tp) if 0 <= pp < MAX_RANKS and 0 <= tp < MAX_RANKS:
+            return int(pp), int(tp)
         case _:
             raise ConfigurationError(f"source has the key {rank!r}; ranks are (pp_rank, tp_rank) below {MAX_RANKS}")
 
 
 def _checked_deadline(deadline_s: object) -> float:
-    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float):
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float | np.integer | np.floating):
         raise UsageError(f"expect: deadline_s={deadline_s!r} must be a number of seconds")
     if not 0 < deadline_s <= wire.MAX_REMAINING_MS / 1000:  # false for NaN, too
         raise UsageError(f"expect: deadline_s={deadline_s!r} must be above 0 and below ten years")

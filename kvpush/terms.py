@@ -32,6 +32,11 @@ class GroupTerms:
     prefill_slots_per_block: int
     decode_slots_per_block: int
 
+    @property
+    def decode_size_tokens(self) -> int:
+        """Tokens in a block of decode."""
+        return self.slot_size_tokens * self.decode_slots_per_block
+
 
 def group_terms(name: str, prefill_block_size_tokens: int, decode_block_size_tokens: int) -> GroupTerms:
     """Both sides come to the same terms, each from its own block size and the other's.

@@ -102,7 +102,7 @@ class PrefillEngine(Engine):
         push.num_fenced -= 1
         push.lease_from_s = self.now_s()
         self._compute(push.transfer_id, {position: push.block_ids[position] for position in positions})
-        self._perform(self.core.fence_reached(push.transfer_id, chunk_index, self.now_s()))
+        self._perform(self.core.fences_reached(push.transfer_id, [chunk_index], self.now_s()))
 
     def cancel(self, transfer_id: str) -> None:
         """As ``PrefillPusher.cancel``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import peers
 import pytest
 import torch
@@ -184,6 +185,83 @@ def test_a_number_of_tokens_must_be_one(hybrids, num_tokens):
     pusher, receiver, *_ = hybrids
     with pytest.raises(kvpush.UsageError, match="num_tokens"):
         expect(receiver, pusher, "t", {"full": [1]}, num_tokens=num_tokens)
+
+
+@pytest.mark.parametrize(("first_block", "num_tokens"), [(0, 32), (0, 1), (3, 80), (3, 33)])
+def test_tokens_end_in_the_last_block_or_it_is_said(hybrids, first_block, num_tokens):
+    # it was done, and nothing had been written into what lay behind
+    pusher, receiver, *_ = hybrids
+    with pytest.raises(kvpush.UsageError, match=f"num_tokens={num_tokens} .* 'full' that is asked for begins at token"):
+        expect(receiver, pusher, "t", {"full": [1, 2, 3]}, num_tokens=num_tokens, first_block=first_block)
+
+
+def test_opaque_state_is_copied_whole_however_many_tokens_there_are(hybrids):
+    pusher, receiver, _, target = hybrids
+    blocks = {"full": [1, 2], "state": [1, 2, 3]}
+    expect(receiver, pusher, "t", blocks, num_tokens=20, first_block={"state": 50})
+    pusher.push("t", blocks, first_block={"state": 50})
+    assert peers.Inbox(receiver).outcome("t").outcome == "done"
+    assert [block for block in range(4) if bool((target["s"][block] == 3).all())] == [1, 2, 3]
+
+
+def test_the_order_of_the_groups_says_nothing(hybrids):
+    pusher, receiver, *_ = hybrids
+    for names in (("full", "window"), ("window", "full")):
+        blocks = {name: [1] for name in names}
+        expect(receiver, pusher, "t", blocks)  # the second time: folded
+        pusher.push("t", blocks, last=False)
+    pusher.push("t", {"full": []}, last=True)
+    assert peers.Inbox(receiver).outcome("t").outcome == "done"
+
+
+@pytest.mark.parametrize("layers", [["a", []], [{}], [1], "a", [], None])
+def test_layers_are_names(hybrids, layers):
+    pusher, *_ = hybrids
+    with pytest.raises(kvpush.UsageError, match="push_layers"):
+        pusher.push_layers("t", {"full": [1]}, layers=layers)
+
+
+def test_numbers_of_numpy_are_numbers(hybrids):
+    pusher, receiver, *_ = hybrids
+    receiver.expect(
+        "t",
+        {"full": [1]},
+        source={(np.int64(0), np.int64(0)): pusher.address},
+        source_engine_id="p0",
+        num_tokens=np.int64(16),
+        first_block=np.int64(0),
+        deadline_s=np.float32(30),
+    )
+    pusher.push("t", {"full": [1]}, last=np.bool_(True))
+    assert peers.Inbox(receiver).outcome("t").outcome == "done"
+
+
+def test_groups_that_share_memory_share_pages_though_one_counts_smaller_blocks():
+    pages, page_bytes = 16, 32 * 2 * 2 * 64 * 2
+    store = torch.zeros(pages * page_bytes, dtype=torch.uint8)
+    caches = {"a": store.view(torch.bfloat16).view(2 * pages, 2, 2, 16, 64), "s": store.view(pages, page_bytes)}
+    spec = kvpush.KVCacheSpec(
+        dims="BKHND",
+        groups_share_memory=True,
+        groups=[kvpush.KVGroup("full", ["a"], block_size_tokens=32), kvpush.KVGroup("state", ["s"], dims="BS")],
+    )
+    source = {"source": ("127.0.0.1", 9), "source_engine_id": "p0"}
+    with kvpush.DecodeReceiver("d0", caches, spec, config=peers.config()) as receiver:
+        receiver.expect("t1", {"full": [1]}, **source)
+        receiver.expect("t2", {"state": [2]}, **source)
+        for blocks in ({"state": [1]}, {"full": [1]}, {"full": [2]}):
+            ((group, (block,)),) = blocks.items()
+            with pytest.raises(kvpush.UsageError, match=f"block {block} of group '{group}' belongs to a receive"):
+                receiver.expect("t3", blocks, **source)
+
+
+def test_positions_are_said_as_the_caller_counts_them():
+    caches = {"a": torch.zeros(16, 2, 2, 16, 64)}
+    spec = kvpush.KVCacheSpec(dims="BKHND", block_size_tokens=64)
+    with kvpush.PrefillPusher("p0", caches, spec, config=peers.config()) as pusher:
+        pusher.push("t", [0, 1], first_block=2, last=False)
+        with pytest.raises(kvpush.UsageError, match="positions 3 to 4 overlap 2 to 3,"):
+            pusher.push("t", [2, 3], first_block=3)
 
 
 BAD_SOURCES = {

@@ -452,8 +452,8 @@ def test_rule10_a_fence_of_a_push_that_is_over_changes_nothing():
     world, prefill, _ = make_pair()
     push = prefill.push("t", [3], fenced=True)
     prefill.cancel("t")
-    prefill.core.fence_reached("t", 0, world.clock())
-    prefill.core.fence_reached("unknown", 7, world.clock())
+    prefill.core.fences_reached("t", [0], world.clock())
+    prefill.core.fences_reached("unknown", [7], world.clock())
     assert push.outcome == "cancelled"
     run_to_the_end(world)
 

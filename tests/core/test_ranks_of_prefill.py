@@ -342,7 +342,8 @@ def test_positions_that_were_never_pushed_are_named():
     prefill.settles(prefill.write_to(other))
     (end,) = prefill.events
     assert (end.outcome, end.code) == ("failed", "bad_blocks")
-    assert "asks for 4 blocks from position 2; prefill pushed 5 blocks, but nothing for position 4 of" in end.reason
+    assert "asks for 4 blocks of 16 tokens from position 2; prefill pushed 5 blocks" in end.reason
+    assert "nothing for position 4 of group 'kv'" in end.reason
 
 
 def test_a_last_block_that_prefill_has_only_in_part_hints_at_num_tokens():
@@ -370,6 +371,44 @@ def test_a_push_that_waits_in_vain_says_which_engine_was_refused_meanwhile_and_t
     prefill.push("u", [1])  # nobody was refused since
     prefill.advance(prefill.config.lease_s)
     assert "refused" not in prefill.events[-1].reason
+
+
+def test_a_push_of_which_thousands_of_pieces_end_at_once_is_done():
+    # each of them took seven frames of the stack, until the loop could not go on and the push never ended
+    prefill, first = Prefill(max_write_bytes=1), Other("d0", Share(pp_size=2), layers=["a"])
+    second = Other("d0", Share(pp_rank=1, pp_size=2), layers=["b"])
+    prefill.meets(first, second)
+    for chunk in range(400):  # of layer b alone: nothing of it is for the first stage
+        prefill.push("t", [chunk % 16], index=chunk, first_block=chunk, layers=(range(1, 2),), last=False)
+    prefill.push("t", [0], index=400, first_block=0, layers=(range(1),), last=True)
+    prefill.registers(first, "t", 1, [5])
+    prefill.registers(second, "t", 1, [6])
+    prefill.answers(first, second)
+    while prefill.posted:
+        prefill.settles(min(prefill.posted))
+    assert [end.outcome for end in prefill.events] == ["done"]
+    assert prefill.core.gauges()["pushes_open"] == 0
+
+
+def test_fenced_chunks_are_posted_as_they_are_computed_and_nothing_walks_through_those_that_are_not():
+    prefill, other = make_one()
+    prefill.registers(other, "t", 2, list(range(6)))
+    for chunk in range(6):
+        prefill.push("t", [chunk], index=chunk, first_block=chunk, last=chunk == 5, fenced=True)
+    assert not prefill.posted
+    prefill.do(prefill.core.fences_reached("t", [4], prefill.now_s))
+    (span,) = prefill.spans(prefill.write_to(other))
+    assert (span.first_slot, span.num_slots) == (4, 1)
+    prefill.do(prefill.core.fences_reached("t", [0, 1, 5, 99], prefill.now_s))  # together: one WRITE
+    spans = prefill.spans(max(prefill.posted))
+    assert [each.first_slot for each in spans] == [0, 1, 5]
+    leg = prefill.core._pushes["t"].legs[0, 0]
+    assert not leg.pieces
+    assert sorted(leg.fenced) == [2, 3]
+    prefill.do(prefill.core.fences_reached("t", [3, 2], prefill.now_s))
+    while prefill.posted:
+        prefill.settles(min(prefill.posted))
+    assert [end.outcome for end in prefill.events] == ["done"]
 
 
 def test_pieces_stay_within_the_largest_write_and_the_number_of_spans():

@@ -190,7 +190,7 @@ def test_a_chunk_is_fenced_until_its_fence_is_reached():
     assert prefill.core.is_fenced("t", 0)
     assert not prefill.core.is_fenced("t", 1)
     assert not prefill.core.is_fenced("unknown", 0)
-    prefill.core.fence_reached("t", 0, world.clock())
+    prefill.core.fences_reached("t", [0], world.clock())
     assert not prefill.core.is_fenced("t", 0)
 
 

@@ -38,7 +38,7 @@ def said(chunk):
 def a_part(group):
     return st.tuples(
         st.just(group),
-        st.integers(1, 2**NUM_LAYERS - 1),
+        st.integers(0, 2**NUM_LAYERS - 1),
         st.integers(0, 12),
         st.lists(st.integers(0, 1), max_size=4),
     )
@@ -82,6 +82,19 @@ def test_an_empty_chunk_says_something_only_by_being_the_last():
     chunks.add(chunk_of((0, 1, 0, [])))
     assert chunks.has_same(chunk_of((0, 1, 0, [])))
     assert not chunks.has_same(chunk_of((0, 1, 0, []), last=True))
+
+
+@pytest.mark.parametrize("num_chunks", [64, 1024])
+def test_chunks_without_a_position_are_not_compared_with_each_other(num_chunks, monkeypatch):
+    compared = []
+    is_same = Chunk.is_same
+    monkeypatch.setattr(Chunk, "is_same", lambda *both: compared.append(both) or is_same(*both))
+    chunks = Chunks()
+    for i in range(num_chunks):
+        chunks.add(chunk_of((0, 1, i, [])))
+    assert chunks.has_same(chunk_of((0, 1, 5, [])))
+    assert not chunks.has_same(chunk_of((0, 1, num_chunks, [])))
+    assert len(compared) == 1
 
 
 class Counted(int):

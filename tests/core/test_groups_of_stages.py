@@ -1,0 +1,106 @@
+"""Pipeline stages that lack a group: served where both sides come to the same about who writes, else refused."""
+
+import random
+
+import pytest
+import torch
+from core_worlds import make_config
+
+from kvpush import wire
+from kvpush.identity import new_identity
+from kvpush.layout import KVCacheSpec, KVGroup, geometry_of
+from kvpush.parallel import Share
+from kvpush.prefill import PrefillCore
+from kvpush.registry import Registry
+
+BOTH = ("att", "mla")
+
+
+def rank_of(engine_id, share, groups):
+    """Four heads in one group, none in the other: its identity and its geometry."""
+    tensors = {
+        "att": ("a", torch.zeros(4, 2, max(1, 4 // share.tp_size), 16, 64), "BKHND", 4),
+        "mla": ("m", torch.zeros(4, 16, 64), "BND", None),
+    }
+    cache = {tensors[group][0]: tensors[group][1] for group in groups}
+    spec = KVCacheSpec(
+        dims="BKHND",
+        tp_rank=share.tp_rank,
+        tp_size=share.tp_size,
+        pp_rank=share.pp_rank,
+        pp_size=share.pp_size,
+        groups=[
+            KVGroup(group, [tensors[group][0]], dims=tensors[group][2], total_kv_heads=tensors[group][3])
+            for group in groups
+        ],
+    )
+    geometry = geometry_of(cache, spec)
+    return new_identity(engine_id, spec, geometry), geometry
+
+
+def answer(prefill_share, prefill_groups, decode_share, decode_groups):
+    """What prefill says to a decode rank's Hello."""
+    ours, geometry = rank_of("p0", prefill_share, prefill_groups)
+    theirs, _ = rank_of("d0", decode_share, decode_groups)
+    config = make_config()
+    core = PrefillCore(ours, config, Registry(config, lambda: 100.0, random.Random(1)), geometry)
+    hello = wire.Hello(
+        "d0",
+        theirs.incarnation,
+        theirs.share,
+        "p0",
+        ours.share,
+        theirs.fingerprint,
+        theirs.block_sizes_tokens,
+        theirs.agent_name,
+    )
+    return core.message(b"link", hello, 100.0)[-1].message
+
+
+def share_of(tp, tp_size, pp=0, pp_size=1):
+    return Share(pp_rank=pp, pp_size=pp_size, tp_rank=tp, tp_size=tp_size)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ((share_of(2, 4), BOTH), (share_of(1, 2, 1, 2), ["mla"])),  # decode has the stages
+        ((share_of(2, 4, 1, 2), ["mla"]), (share_of(1, 2), BOTH)),  # prefill has them
+    ],
+)
+def test_where_they_would_not_agree_it_is_said_and_not_waited_out(prefill, decode):
+    refused = answer(*prefill, *decode)
+    assert isinstance(refused, wire.Refused)
+    assert refused.code == "incompatible"
+    assert "group 'att' is only on one side" in refused.reason
+    assert "give every pipeline stage a layer of every group" in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ((share_of(2, 4), BOTH), (share_of(1, 2, 1, 2), BOTH)),
+        ((share_of(1, 2), BOTH), (share_of(1, 2, 1, 2), ["mla"])),  # equal tp
+        ((share_of(0, 1), BOTH), (share_of(0, 1, 1, 2), ["att"])),
+    ],
+)
+def test_where_they_agree_a_stage_may_lack_a_group(prefill, decode):
+    assert isinstance(answer(*prefill, *decode), wire.Welcome)
+
+
+@pytest.mark.parametrize("heads", ["", "x", "-1", "1" * 5000, "٣"])
+def test_rule19_whatever_a_stranger_says_about_its_heads_ends_no_loop(heads):
+    ours, geometry = rank_of("p0", share_of(2, 4), BOTH)
+    config = make_config()
+    core = PrefillCore(ours, config, Registry(config, lambda: 100.0, random.Random(1)), geometry)
+    hello = wire.Hello(
+        "d0",
+        "i",
+        share_of(1, 2),
+        "p0",
+        ours.share,
+        {"model": "", "other.total_kv_heads": heads},
+        {"other": 16},
+        "agent",
+    )
+    assert isinstance(core.message(b"link", hello, 100.0)[-1].message, wire.Refused | wire.Welcome)
