@@ -193,18 +193,21 @@ def test_restarts_of_decode_leave_no_descriptor_at_prefill(
 ) -> None:
     prompt = make_prompt(100)
     expected = fleet.prefill.generate("restarts-reference", prompt, 6)["tokens"]
-    counts = []
+    counts: list[int] = []
     for number in range(NUM_RESTARTS + 1):
         if number:
             fleet.decodes["f0"].kill()
-            fleet.prefill.wait_for_free_blocks(NUM_BLOCKS, SOON_S)
             gone_s = time.monotonic()
             while "f0 connected" in fleet.prefill.stats("pusher")["engines"]:
                 assert time.monotonic() - gone_s < SOON_S, "released while idle, and not by the next one to come"
             counts.append(fleet.prefill.num_descriptors())
+            while counts[-1] > counts[0]:  # a connection that is given up closes in its own time
+                assert time.monotonic() - gone_s < SOON_S, f"descriptors of prefill after each kill: {counts}"
+                fleet.prefill.stats("pusher")
+                counts[-1] = fleet.prefill.num_descriptors()
             fleet.decodes["f0"] = fleet.start_decode("f0", nursery).started()
         assert fleet.serve("f0", f"restarted-{number}", prompt) == expected
-    assert max(counts[1:]) <= counts[0], f"descriptors of prefill after each kill: {counts}"
+    assert len(counts) == NUM_RESTARTS
 
 
 def test_a_decode_engine_that_comes_back_is_served_at_once(fleet: Fleet, make_prompt: MakePrompt) -> None:
