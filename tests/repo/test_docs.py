@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpush import Config
+from kvpush import Config, FailureCode
 from kvpush.metrics import GAUGES
 
 ROOT = Path(__file__).parents[2]
@@ -84,3 +84,11 @@ def test_i5_modules_named_by_the_architecture_page_exist() -> None:
     named = set(re.findall(r"`(\w+\.py)`", text))
     actual = {path.name for path in (ROOT / "kvpush").glob("*.py")} - {"__init__.py", "__main__.py"}
     assert named == actual
+
+
+def test_every_failure_code_has_its_row() -> None:
+    """In the enum's order, so that a new code finds its place; a code that is no more is seen, too."""
+    rows = re.findall(r"^\| `(\w+)` \|(.+)\|$", (ROOT / "docs/failure-codes.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == [code.value for code in FailureCode]
+    assert all(cell.strip() for _, cells in rows for cell in cells.split("|")), "a cell is empty"
+    assert all(cells.count("|") == 3 for _, cells in rows)
