@@ -24,6 +24,13 @@ def test_the_readme_s_code_runs() -> None:
         exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
 
 
+@pytest.mark.nixl
+def test_the_guide_s_code_runs_from_top_to_bottom() -> None:
+    blocks = FENCE.findall((ROOT / "docs/guide.md").read_text())
+    assert len(blocks) > 3
+    exec(compile("\n".join(blocks), "guide.md", "exec"), {"__name__": "guide"})
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
