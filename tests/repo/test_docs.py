@@ -99,3 +99,13 @@ def test_every_failure_code_has_its_row() -> None:
     assert [name for name, _ in rows] == [code.value for code in FailureCode]
     assert all(cell.strip() for _, cells in rows for cell in cells.split("|")), "a cell is empty"
     assert all(cells.count("|") == 3 for _, cells in rows)
+
+
+def test_every_metric_to_alert_on_exists() -> None:
+    page = (ROOT / "docs/observability.md").read_text()
+    named = re.findall(r"`kvpush_(\w+(?:<\w+>\w*)?)`", page[page.index("### What to alert on") :])
+    assert len(named) > 10
+    counters = [re.sub(r"<\w+>", r"\\S+", key) for key in counted_keys() | {"internal_errors"}]
+    for name in named:
+        is_gauge = name in GAUGES or name == "healthy"
+        assert is_gauge or any(re.fullmatch(f"{counter}_total", name) for counter in counters), name
