@@ -31,6 +31,12 @@ def test_the_guide_s_code_runs_from_top_to_bottom() -> None:
     exec(compile("\n".join(blocks), "guide.md", "exec"), {"__name__": "guide"})
 
 
+def test_an_engine_in_the_world_is_driven_as_the_page_says() -> None:
+    (block,) = FENCE.findall((ROOT / "docs/testing.md").read_text())
+    namespace = {"__name__": "testing"}
+    exec(compile(block, "testing.md", "exec"), namespace)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     for target in LINK.findall(page.read_text()):
