@@ -12,7 +12,11 @@ from typing import ClassVar
 
 
 class FailureCode(enum.StrEnum):
-    """Why a push, a receive, a handshake or a link ended. Travels on the wire, so members are only ever added."""
+    """Why a push, a receive, a handshake or a link ended. Travels on the wire, so members are only ever added.
+
+    ``docs/failure-codes.md`` says of each which side sees it and what to do. Decide by the code: the ``reason`` beside
+    it is for people, and its words may change.
+    """
 
     protocol_version = "protocol_version"  # the peers speak different protocol versions
     incompatible = "incompatible"  # the fingerprints differ: the bytes would make no sense
@@ -29,8 +33,8 @@ class FailureCode(enum.StrEnum):
     superseded = "superseded"  # a newer registration or incarnation took its place
     lease_expired = "lease_expired"  # the blocks' lease ended before they could be written
     deadline = "deadline"  # the receiver's own deadline passed
-    cancelled_by_caller = "cancelled_by_caller"
-    cancelled_by_peer = "cancelled_by_peer"
+    cancelled_by_caller = "cancelled_by_caller"  # cancel() was called on this side
+    cancelled_by_peer = "cancelled_by_peer"  # the other side gave up: its cancel(), its deadline or its end
     peer_lost = "peer_lost"  # link closed, heartbeats missed, or NIXL reports a disconnect
     peer_restarted = "peer_restarted"  # a new incarnation answers: the old process is gone
     engine_dropped = "engine_dropped"  # drop_engine() was called

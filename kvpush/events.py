@@ -31,9 +31,11 @@ class StaleReason(enum.StrEnum):
 class PushFinished:
     """A push ended.
 
-    ``engine_id`` is ``None`` when no decode engine ever registered for it. ``blocks_reusable`` is ``False`` while a
-    WRITE that was posted may still read the blocks; then exactly one :class:`BlocksReleased` follows. ``num_bytes``
-    counts what was written and confirmed. ``duration_s`` runs from the first ``push()`` to this outcome.
+    ``transfer_id`` is the caller's, and ``outcome`` says how it ended. ``engine_id`` is the decode engine's; ``None``
+    when none ever registered for it. ``code`` (``None`` when done) says why it is not done and is there to decide by;
+    ``reason`` (then empty) says the same to people. ``blocks_reusable`` is ``False`` while a WRITE that was posted may
+    still read the blocks; then exactly one :class:`BlocksReleased` follows. ``num_bytes`` counts what was written and
+    confirmed. ``duration_s`` runs from the first ``push()`` to this outcome.
     """
 
     transfer_id: str
@@ -50,8 +52,12 @@ class PushFinished:
 class ReceiveFinished:
     """A receive ended.
 
-    On ``done`` every byte that was asked for is in place and visible. ``blocks_reusable`` is ``False`` while the
-    prefill engine may still write into the blocks; then exactly one :class:`BlocksReleased` follows.
+    On ``done`` every byte that was asked for is in place and visible. ``transfer_id`` is the caller's, ``outcome`` says
+    how it ended, and ``engine_id`` is the prefill engine's. ``code`` (``None`` when done) says why it is not done and
+    is there to decide by; ``reason`` (then empty) says the same to people. ``blocks_reusable`` is ``False`` while the
+    prefill engine may still write into the blocks; then exactly one :class:`BlocksReleased` follows. ``num_blocks`` is
+    the number of blocks that ``expect()`` asked for, of all groups, whatever has arrived of them. ``duration_s`` runs
+    from ``expect()`` to this outcome.
     """
 
     transfer_id: str
@@ -68,8 +74,9 @@ class ReceiveFinished:
 class BlocksReleased:
     """Held blocks are the caller's again.
 
-    ``proven`` is ``True`` when no write can touch them any more (settled, drained by acknowledgement, or the peer's
-    process is gone) and ``False`` when the hold outlived ``hold_timeout_s`` and ended by policy.
+    They are those of ``transfer_id``, whose outcome came before. ``proven`` is ``True`` when no write can touch them
+    any more (settled, drained by acknowledgement, or the peer's process is gone) and ``False`` when the hold outlived
+    ``hold_timeout_s`` and ended by policy. ``reason`` says to people what ended it.
     """
 
     transfer_id: str
@@ -79,29 +86,43 @@ class BlocksReleased:
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
-    """One rank of a remote engine and generation, as the registry sees it at one instant."""
+    """One rank of a remote engine and generation, as the registry sees it at one instant.
+
+    ``engine_id`` and ``rank``, which is ``(pp_rank, tp_rank)``, name it; ``incarnation`` is its process's own identity
+    and ``generation`` this side's number for the record: it grows with every new one and is never used twice.
+    ``state`` is a :class:`State`, ``reason`` why it is stale, if it is. ``address`` is where decode dials; prefill
+    shows the link's number. ``idle_s`` counts from the last registration, posted or settled push, ``silent_s`` from
+    anything that was heard, heartbeats included. ``in_flight`` counts what holds off its release: WRITEs that
+    have not settled, on decode receives that are registered there; ``pushes`` counts all that ever were.
+    ``handshake_failures`` are those in a row; the next attempt is allowed in ``retry_in_s``, and now when that is 0.
+    ``last_error`` is for people.
+    """
 
     engine_id: str
-    rank: tuple[int, int]  # (pp_rank, tp_rank); (0, 0) for an engine that is one process
-    generation: int  # our own fence number: grows with every new record, never used twice
-    incarnation: str  # the remote's boot identity
-    state: str  # kvpush.lifecycle.State
+    rank: tuple[int, int]
+    generation: int
+    incarnation: str
+    state: str
     reason: StaleReason | None
     address: str
-    idle_s: float  # since the last registration, posted or settled push
-    silent_s: float  # since anything was heard, heartbeats included
-    in_flight: int  # pins: posted and not settled
-    handshake_failures: int  # in a row
-    retry_in_s: float  # until the next handshake attempt is allowed; 0 when it is
+    idle_s: float
+    silent_s: float
+    in_flight: int
+    handshake_failures: int
+    retry_in_s: float
     pushes: int
     last_error: str
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One state change of an engine, as the trace records it."""
+    """One state change of an engine, as the trace records it.
 
-    at_s: float  # the registry's monotonic clock
+    ``at_s`` is of this side's monotonic clock. The record of ``engine_id`` with this ``generation`` went from
+    ``source`` to ``dest`` because of ``trigger``; ``detail`` is for people.
+    """
+
+    at_s: float
     engine_id: str
     generation: int
     source: str

@@ -52,7 +52,10 @@ COMMANDS_PER_PUSH = 4  # one to submit each, the rest for chunks, cancels and th
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """True when the loop turns; else ``reason`` says what is wrong."""
+    """True when the loop turns; else ``reason`` says what is wrong.
+
+    ``is_healthy`` is the same as a plain ``bool``.
+    """
 
     is_healthy: bool
     reason: str = ""

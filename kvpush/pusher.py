@@ -61,8 +61,12 @@ class PrefillPusher(Side[PushFinished, Chunks]):
     must stay allocated until :meth:`close` has returned. ``listen`` is where decode engines dial (``"127.0.0.1:0"``,
     ``"[::1]:5600"``, ``"0.0.0.0:5600"``); ``advertise`` is the address to tell them when it is another one.
 
-    Caller's duties: leave the blocks of a push untouched until an event says that they are reusable; call
-    :meth:`poll` (or :meth:`wait`) regularly.
+    Attributes: :attr:`engine_id` as given; :attr:`rank`, ``(pp_rank, tp_rank)`` of the spec; :attr:`address`, the
+    ``(host, port)`` for the ``source=`` of ``expect()``; :attr:`incarnation`, the identity of this very object, for its
+    ``source_incarnation=``.
+
+    Any thread may call any method. Caller's duties: leave the blocks of a push untouched until an event says that they
+    are reusable (of each push that named them, when there are several); call :meth:`poll` (or :meth:`wait`) regularly.
 
     Raises :class:`kvpush.ConfigurationError`, and :class:`kvpush.TransportError` when NIXL does not start. The methods
     raise :class:`kvpush.UsageError` for what no caller can mean, :class:`kvpush.QueueFull` (retryable) when the loop is
@@ -125,8 +129,9 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         ``torch.cuda.Event``, delays the WRITE until the device has passed it. An identical repetition of a chunk is
         folded into the first.
 
-        A cache with several groups takes ``{group name: list}`` for both arguments. Where decode's blocks have another
-        size, positions still count *this* cache's blocks, from the transfer's first token.
+        A cache with several groups takes ``{group name: list}`` for ``block_ids`` and ``{group name: number}`` for
+        ``first_block``; a plain number goes for every group named. Where decode's blocks have another size, positions
+        still count *this* cache's blocks, from the transfer's first token.
 
         The blocks belong to kvpush until :class:`PushFinished` with ``blocks_reusable``, or :class:`BlocksReleased`.
 
@@ -149,7 +154,8 @@ class PrefillPusher(Side[PushFinished, Chunks]):
         """As :meth:`push`, for engines that call back after each layer: only these ``layers`` are final in the blocks.
 
         A position is complete when every layer of this rank has been pushed for it; ``last=True`` belongs to the last
-        call of the transfer. Small pieces are put together while an earlier WRITE of the transfer is in flight.
+        call of the transfer, which may be an empty ``push(transfer_id, [])`` (``{}`` where there are groups). Small
+        pieces are put together while an earlier WRITE of the transfer is in flight.
 
         Raises as :meth:`push` does, and :class:`UsageError` for a layer that this cache has not, for one of a group
         that ``block_ids`` leaves out, and for one that is named twice.

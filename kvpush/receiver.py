@@ -77,8 +77,11 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
     ``kv_caches`` maps layer names to tensors whose axes ``spec.dims`` names. They are registered with NIXL here and
     must stay allocated until :meth:`close` has returned.
 
-    Caller's duties: leave the blocks of a receive untouched until an event says that they are reusable; call
-    :meth:`poll` (or :meth:`wait`) regularly.
+    Attributes: :attr:`engine_id` as given; :attr:`rank`, ``(pp_rank, tp_rank)`` of the spec; :attr:`incarnation`, the
+    identity of this very object.
+
+    Any thread may call any method. Caller's duties: leave the blocks of a receive untouched until an event says that
+    they are reusable; call :meth:`poll` (or :meth:`wait`) regularly.
 
     Raises :class:`kvpush.ConfigurationError`, and :class:`kvpush.TransportError` when NIXL does not start. The methods
     raise :class:`kvpush.UsageError` for what no caller can mean, :class:`kvpush.QueueFull` (retryable) when the loop is
@@ -138,10 +141,13 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         its deadline.
         ``first_block`` says how many leading blocks this side has already (a prefix hit). ``num_tokens``, the length
         of the prompt (from its first token, those that ``first_block`` skips included), is needed where prefill's
-        blocks are smaller and the last block is only partly filled; by default every block is wanted whole. A cache
-        with several groups takes ``{group name: list}`` for the first two; a group that is left out is not waited for.
-        An empty list is done at once. ``deadline_s`` (default ``receive_deadline_s``) counts from now. An identical
+        blocks are smaller and the last block is only partly filled; by default every block is wanted whole. An
+        empty list is done at once. ``deadline_s`` (default ``receive_deadline_s``) counts from now. An identical
         repetition is folded into the first.
+
+        A cache with several groups takes ``{group name: list}`` for ``block_ids`` and ``{group name: number}`` for
+        ``first_block``; a plain number goes for every group named. A group that is left out is not waited for: the
+        receive is done without it.
 
         The blocks belong to kvpush until :class:`ReceiveFinished` with ``blocks_reusable``, or :class:`BlocksReleased`.
 
@@ -172,8 +178,8 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         self._loop.submit(partial(self._loop.cancel, transfer_id))
 
     def renew(self, transfer_ids: Sequence[str], *, source: Addresses, source_engine_id: str) -> None:
-        """Requests for these transfers still queue here: ask prefill to keep their blocks for one more of its leases.
-        Call it more often than prefill's ``lease_s``."""
+        """Requests for these transfers still queue here and have not been expected: ask prefill to keep their blocks
+        for one more of its leases. Call it more often than prefill's ``lease_s``, and on every rank."""
         if isinstance(transfer_ids, str | bytes) or not isinstance(transfer_ids, Sequence):
             raise UsageError(f"renew: transfer_ids={transfer_ids!r} must be a sequence of transfer ids")
         ids = [wire.check_id(transfer_id, "transfer_id") for transfer_id in transfer_ids]

@@ -155,7 +155,7 @@ class Ledger(Generic[A]):
 
 
 class Side(Generic[F, A]):
-    """Base of the two public classes."""
+    """What :class:`kvpush.PrefillPusher` and :class:`kvpush.DecodeReceiver` have in common."""
 
     def __init__(
         self,

@@ -83,7 +83,14 @@ _DECISIONS = {
 
 
 class World:
-    """See the module. ``config`` is every engine's, unless it is given its own. ``num_heads``: 1, 2, 4 or 6."""
+    """See the module. ``config`` is every engine's, unless it is given its own. ``num_heads``: 1, 2, 4 or 6.
+
+    Faults: an engine's own ``freeze()``, ``thaw()``, ``kill()`` and ``restart()``; :meth:`black_hole` and :meth:`mend`
+    of two engines; ``network.cut()``, ``sever()``, ``delay()`` and ``choke()`` of two names (``engine.name``);
+    ``network.tamper`` and ``network.hold``, functions that see every message; ``stalling.add(engine_id)`` of a decode
+    engine to which WRITEs stall from now on; ``hold_writes = True``, after which a WRITE waits in :attr:`writes` for
+    :meth:`finish`, :meth:`land`, :meth:`fail_write` or :meth:`doubt_write`. :meth:`heal` ends all that can end.
+    """
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpush import Config
+from kvpush import Config, FailureCode
 from kvpush.metrics import GAUGES
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,19 @@ def test_the_readme_s_code_runs() -> None:
     assert blocks, "the README shows how the library is used"
     for block in blocks:
         exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+
+
+@pytest.mark.nixl
+def test_the_guide_s_code_runs_from_top_to_bottom() -> None:
+    blocks = FENCE.findall((ROOT / "docs/guide.md").read_text())
+    assert len(blocks) > 3
+    exec(compile("\n".join(blocks), "guide.md", "exec"), {"__name__": "guide"})
+
+
+def test_an_engine_in_the_world_is_driven_as_the_page_says() -> None:
+    (block,) = FENCE.findall((ROOT / "docs/testing.md").read_text())
+    namespace = {"__name__": "testing"}
+    exec(compile(block, "testing.md", "exec"), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -84,3 +97,21 @@ def test_i5_modules_named_by_the_architecture_page_exist() -> None:
     named = set(re.findall(r"`(\w+\.py)`", text))
     actual = {path.name for path in (ROOT / "kvpush").glob("*.py")} - {"__init__.py", "__main__.py"}
     assert named == actual
+
+
+def test_every_failure_code_has_its_row() -> None:
+    """In the enum's order, so that a new code finds its place; a code that is no more is seen, too."""
+    rows = re.findall(r"^\| `(\w+)` \|(.+)\|$", (ROOT / "docs/failure-codes.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in rows] == [code.value for code in FailureCode]
+    assert all(cell.strip() for _, cells in rows for cell in cells.split("|")), "a cell is empty"
+    assert all(cells.count("|") == 3 for _, cells in rows)
+
+
+def test_every_metric_to_alert_on_exists() -> None:
+    page = (ROOT / "docs/observability.md").read_text()
+    named = re.findall(r"`kvpush_(\w+(?:<\w+>\w*)?)`", page[page.index("### What to alert on") :])
+    assert len(named) > 10
+    counters = [re.sub(r"<\w+>", r"\\S+", key) for key in counted_keys() | {"internal_errors"}]
+    for name in named:
+        is_gauge = name in GAUGES or name == "healthy"
+        assert is_gauge or any(re.fullmatch(f"{counter}_total", name) for counter in counters), name

@@ -17,6 +17,8 @@ LAST_LINES = {
     "two_processes.py": "every block is right",
     "engine_step_loop.py": "40 requests in",
     "chunked_prefill.py": "every position is right",
+    "layer_by_layer.py": "every layer is right",
+    "tensor_parallel.py": "every head is right",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib.metadata as metadata
 import inspect
@@ -91,3 +92,51 @@ def summary_of(name):
 def test_the_page_of_public_names_lists_each_with_its_summary():
     rows = "\n".join(f"| `{name}` | {summary_of(name)} |" for name in PUBLIC)
     assert rows in NAMES_PAGE.read_text(), f"{NAMES_PAGE.name} is not current; its rows:\n{rows}"
+
+
+GIVEN_BY_THE_CALLER = {"Config", "KVCacheSpec", "KVGroup"}
+RECORDS = [name for name in PUBLIC if dataclasses.is_dataclass(getattr(kvpush, name))]
+
+
+def fields_of(name):
+    return [field.name for field in dataclasses.fields(getattr(kvpush, name))]
+
+
+def table_below(heading):
+    """First cell -> the names in backticks of each further cell."""
+    section = NAMES_PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| `")]
+    return {first.strip(" `"): [re.findall(r"`(\w+)`", cell) for cell in rest] for first, *rest in rows}
+
+
+def test_the_page_of_public_names_lists_the_fields_of_what_callers_are_given():
+    expected = {name: [fields_of(name)] for name in RECORDS if name not in GIVEN_BY_THE_CALLER}
+    assert table_below("Fields") == expected
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDS if name != "Config"])
+def test_a_docstring_says_what_each_field_is(name):
+    text = inspect.getdoc(getattr(kvpush, name)) or ""
+    said = set(re.findall(r"``(\w+)``|:attr:`(\w+)`", text))
+    named = {one or other for one, other in said}
+    assert [field for field in fields_of(name) if field not in named] == OBVIOUS.get(name, [])
+
+
+OBVIOUS = {"KVCacheSpec": ["tp_rank", "pp_rank", "pp_size"], "KVGroup": ["name", "layers"]}
+
+
+def test_the_page_of_public_names_lists_every_call_and_attribute():
+    rows = table_below("Calls and attributes")
+    assert rows.keys() == {"PrefillPusher", "DecodeReceiver"}
+    for name, (calls, attributes) in rows.items():
+        owner = getattr(kvpush, name)
+        public = {each for each, _ in inspect.getmembers(owner, callable) if not each.startswith("_")}
+        assert set(calls) == public
+        assert len(calls) == len(public)
+        assert attributes == re.findall(r":attr:`(\w+)`", inspect.getdoc(owner).split("Attributes:")[1])
+        assert all(re.search(rf"^\s+self\.{each}\b.* = ", source_of(owner), re.MULTILINE) for each in attributes)
+
+
+def source_of(owner):
+    """Of the class and its own bases."""
+    return "\n".join(inspect.getsource(each) for each in owner.__mro__ if each.__module__.startswith("kvpush."))
