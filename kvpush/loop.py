@@ -15,6 +15,7 @@ between ends it, and then ``healthy()`` is false and :meth:`Loop.died` tells the
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -36,6 +37,7 @@ logger = logging.getLogger("kvpush")
 
 R = TypeVar("R")
 
+PR_SET_TIMERSLACK = 29  # linux/prctl.h
 MAX_SLEEP_S = 0.5  # an idle loop still lets NIXL notice connections that ended
 WEDGED_AFTER_S = 5.0  # ten sleeps: a loop that has not turned for this long hangs in a call
 MAX_FAILURES_IN_A_ROW = 100
@@ -62,6 +64,12 @@ class Health:
 
     def __bool__(self) -> bool:
         return self.is_healthy
+
+
+def _end_sleeps_in_time() -> None:
+    """Linux ends sleeps of a thread up to 50 us late, to wake several at once (PR_SET_TIMERSLACK, prctl(2)): that is
+    the shortest pause between two looks again. For the calling thread alone."""
+    ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)  # an error leaves everything as it was
 
 
 class Pace:
@@ -220,6 +228,7 @@ class Loop(ABC):
     # --- the loop thread ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        _end_sleeps_in_time()
         try:
             self.open()
         except BaseException as exc:  # noqa: BLE001  # raised again in start(), on the caller's thread

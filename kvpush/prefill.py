@@ -81,6 +81,7 @@ from kvpush.timers import Timers
 from kvpush.tombstones import Tombstone, Tombstones
 from kvpush.writes import Write, Writes
 
+DECODE_ATTENTION_S = 0.02  # after a hint decode looks closely for about that long
 REGISTRATION_GRACE_S = 5.0  # after a registration's own deadline: decode's Cancel should have come by then
 
 
@@ -693,8 +694,14 @@ class PrefillCore:
         self._timers.set(Stall(write_id), now_s + self._config.stall_timeout_s)
         spans = tuple(piece.span for piece in pieces)
         notification = wire.encode_written(wire.Written(wanted.epoch, self._identity.rank, pieces[0].chunk, spans))
-        self._outbox.add(PostWrite(write_id, peer, tuple(pieces), notification))
-        self._outbox.send(wanted.link, wire.Writing(wanted.epoch))
+        post = PostWrite(write_id, peer, tuple(pieces), notification)
+        if now_s - wanted.link.hinted_s > DECODE_ATTENTION_S:
+            self._outbox.send(wanted.link, wire.Writing(wanted.epoch))  # decode sleeps: it wakes while this is posted
+            self._outbox.add(post)
+        else:
+            self._outbox.add(post)
+            self._outbox.send(wanted.link, wire.Writing(wanted.epoch))
+        wanted.link.hinted_s = now_s
 
     # --- from the transport ------------------------------------------------------------------------------------------
 

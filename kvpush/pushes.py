@@ -9,6 +9,7 @@ What a record can tell from itself alone it answers here; :mod:`kvpush.prefill` 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,6 +57,7 @@ class Link:
     # registered over it and not ended, oldest first: a set of strings would end them in another order in every process
     transfer_ids: dict[str, None] = field(default_factory=dict)
     num_blocks: int = 0  # block ids in these registrations
+    hinted_s: float = -math.inf  # when decode was last told that a WRITE is on its way
     rank: Rank = field(init=False)  # told by the Hello
 
     def __post_init__(self) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import multiprocessing.connection
+import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -135,13 +138,27 @@ def run_seeds(
     return totals
 
 
+def _end_with_parent() -> None:
+    """In a worker: a campaign that is killed must not leave it behind, waiting for work or doing it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker was started by somebody"
+
+    def watch() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="campaign: parent", daemon=True).start()
+
+
 def _batches_run(seeds: Sequence[int], workers: int) -> Iterator[Totals]:
     batches = iter([seeds[start : start + SEEDS_PER_BATCH] for start in range(0, len(seeds), SEEDS_PER_BATCH)])
     if workers == 1:
         yield from map(run_batch, batches)
         return
     # spawned: a fork would copy threads of torch in an unknown state
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
+    ) as pool:
         under_way = deque(pool.submit(run_batch, batch) for batch in islice(batches, 2 * workers))
         while under_way:  # never many ahead, so that a run that is stopped ends soon
             yield under_way.popleft().result()

@@ -1,9 +1,12 @@
 """``Writing``, the hint that a WRITE is under way: forgotten with its receive at the latest, and needed by nobody."""
 
+import numpy as np
 import pytest
 from core_worlds import SETTLED_S, SOON_S, is_a, lose, make_connected, make_pair, run_to_the_end
 
 from kvpush import wire
+from kvpush.prefill_effects import PostWrite, Send
+from kvpush.pushes import Part
 
 
 def make_writing(**overrides):
@@ -125,3 +128,17 @@ def test_nothing_depends_on_a_hint(seed):
     assert {receive.outcome for receive in decode.receives} == {"done"}
     assert {push.outcome for push in prefill.pushes} == {"done"}
     assert is_forgotten(decode)
+
+
+def test_a_decode_engine_that_sleeps_is_told_before_the_write_is_posted_and_one_that_looks_already_is_told_after():
+    world, prefill, decode = make_connected()
+    world.advance(1)
+    orders = []
+    for transfer_id, block in (("asleep", 1), ("awake", 2)):
+        receive = decode.expect(transfer_id, [block], prefill)
+        world.advance(0.005)
+        part = Part(0, (range(prefill.core._groups[0].num_layers),), 0, np.array([block]))
+        effects = prefill.core.push(transfer_id, (part,), last=True, fenced=False, index=0, now_s=prefill.now_s())
+        orders.append([type(each).__name__ for each in effects if isinstance(each, Send | PostWrite)])
+        assert receive.epoch
+    assert orders == [["Send", "PostWrite"], ["PostWrite", "Send"]]

@@ -645,6 +645,7 @@ def _dumped(value: Any) -> bytes:
 # Not part of what decides: settings, counters, the trace, and numbers that are only made to differ.
 _IGNORED = {"counters", "_config", "_identity", "_trace", "_rng", "_lock", "_clock", "_agent_metadata", "_geometry"}
 _IGNORED |= {"opened_s", "duration_s", "detail", "last_error", "pushes", "num_bytes", "clock"}
+_IGNORED |= {"hinted_s"}  # whether a hint goes before or after the WRITE that it announces
 
 
 class _Walk:
