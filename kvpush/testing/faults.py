@@ -189,7 +189,8 @@ def handshake_late(run: Simulation, numbers: Sequence[int]) -> bool:
 def garbage(run: Simulation, numbers: Sequence[int]) -> bool:
     """A message that is none, or of another protocol version."""
     engine: Engine = run.target(numbers[0]) if numbers[2] % 2 else run.source(numbers[1])
-    links = run.world.network.links_of(engine)
+    spared = run.bystander if run.scenario.setup.has_bystander else []
+    links = [link for link in run.world.network.links_of(engine) if run.world.peer_of(engine, link) not in spared]
     if not links or not engine.is_alive:
         return False
     rng = random.Random(numbers[3])
