@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from kvpush import BlocksReleased, FailureCode, Outcome, PushFinished, QueueFull, ReceiveFinished, UsageError
-from kvpush.integrations.vllm.decode_worker import DecodeWorker
+from kvpush.integrations.vllm.decode_worker import IDLE_WAIT_S, NEAR_S, DecodeWorker
 from kvpush.integrations.vllm.params import DecodeLeg, Source
 from kvpush.integrations.vllm.prefill_worker import PrefillWorker
 from kvpush.integrations.vllm.tally import Tally, added, summary
@@ -21,10 +21,15 @@ class Scribe:
         self.calls = []
         self.events = []
         self.error = None
+        self.waited_s = []
 
     def poll(self):
         events, self.events = self.events, []
         return events
+
+    def wait(self, timeout_s):
+        self.waited_s.append(timeout_s)
+        return self.poll()
 
     def push(self, transfer_id, block_ids, *, first_block, last, ready):
         self._take(("push", transfer_id, first_block, tuple(block_ids), last))
@@ -208,6 +213,26 @@ def test_a_receive_is_asked_for_and_reported(decode, scribe):
     scribe.events = [receive_ended("t")]
     assert ends(decode) == ({"r"}, set(), [], [])
     assert ends(decode) == (set(), set(), [], []) and decode.num_receives == 0
+
+
+def test_an_end_that_is_near_is_waited_for_in_a_step_that_runs_no_model(scribe, tally):
+    now_s = 100.0
+    decode = DecodeWorker(scribe, tally, clock=lambda: now_s)
+    decode.poll(may_wait=True)  # nothing to wait for
+    decode.expect(expect())
+    decode.poll()  # a step with other requests
+    assert scribe.waited_s == []
+    decode.poll(may_wait=True)
+    assert scribe.waited_s == [IDLE_WAIT_S]
+    now_s += NEAR_S  # prefill is still computing: vLLM's own pace will do
+    decode.poll(may_wait=True)
+    assert scribe.waited_s == [IDLE_WAIT_S]
+    decode.expect(expect("r2", "t2"))
+    scribe.events = [receive_ended("t2")]
+    assert decode.poll(may_wait=True).finished == {"r2"}
+    assert scribe.waited_s == [IDLE_WAIT_S] * 2
+    decode.poll(may_wait=True)
+    assert scribe.waited_s == [IDLE_WAIT_S] * 2
 
 
 def test_a_failed_receive_is_reported_as_such(decode, scribe):

@@ -292,6 +292,7 @@ class _Scheduler:
         self.prefill.planned(scheduler_output.num_scheduled_tokens, block_ids_of)
         work, received = self.prefill.take_work(), self.decode.take_work()
         work.cancels, work.expects, work.renewals = received.cancels, received.expects, received.renewals
+        work.is_idle = not scheduler_output.total_num_scheduled_tokens
         return work
 
     @property
@@ -325,6 +326,7 @@ class _Worker:
         self._decode: DecodeWorker | None = None
         self._report = Report()
         self._is_on_gpu = False
+        self._is_idle = False  # this step
 
     def start(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Register the cache and open the library's ends."""
@@ -362,6 +364,7 @@ class _Worker:
 
     def ask(self, work: StepWork) -> None:
         """Everything that does not depend on this step's forward."""
+        self._is_idle = work.is_idle
         if self._prefill is not None:
             for number in work.withdrawals:
                 self._prefill.withdraw(number)
@@ -389,7 +392,7 @@ class _Worker:
         if self._prefill is not None:
             self._report.ended_sends.update(self._prefill.poll())
         if self._decode is not None:
-            ends = self._decode.poll()
+            ends = self._decode.poll(may_wait=self._is_idle)
             results.finished_recving, results.failed_recving = ends.finished, ends.failed
             self._report.held.update(ends.held)
             self._report.released.update(ends.released)

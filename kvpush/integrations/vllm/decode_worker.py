@@ -8,12 +8,17 @@ scheduler's process pins the blocks until they are released. A request that was 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import kvpush
 from kvpush.integrations.vllm.tally import Tally
 from kvpush.integrations.vllm.work import Expect, Renewal
+
+IDLE_WAIT_S = 0.002  # in a step that runs no model, after which vLLM sleeps for a millisecond
+NEAR_S = 0.02  # a receive that was asked for so lately may end at any moment: when prefill is ready already, it does
 
 logger = logging.getLogger("vllm.kvpush")
 
@@ -21,6 +26,7 @@ logger = logging.getLogger("vllm.kvpush")
 @dataclass(slots=True, eq=False)
 class _Receive:
     expect: Expect
+    since_s: float
     is_given_up: bool = False
     is_reported: bool = False
 
@@ -42,7 +48,10 @@ class Ends:
 class DecodeWorker:
     """One worker's receives."""
 
-    def __init__(self, receiver: kvpush.DecodeReceiver, tally: Tally) -> None:
+    def __init__(
+        self, receiver: kvpush.DecodeReceiver, tally: Tally, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._receiver = receiver
         self._tally = tally
         self._receives: dict[str, _Receive] = {}  # by request id: not reported
@@ -51,7 +60,7 @@ class DecodeWorker:
 
     def expect(self, expect: Expect) -> None:
         """Register a receive. One that cannot be registered is reported as failed."""
-        receive = _Receive(expect)
+        receive = _Receive(expect, self._clock())
         if expect.request_id is not None:
             self._receives[expect.request_id] = receive
         users = self._users.setdefault(receive.transfer_id, deque())
@@ -98,9 +107,10 @@ class DecodeWorker:
         except kvpush.KvpushError as exc:
             logger.warning("%s", exc)
 
-    def poll(self) -> Ends:
-        """What has ended since the last call."""
-        for event in self._receiver.poll():
+    def poll(self, *, may_wait: bool = False) -> Ends:
+        """What has ended since the last call. ``may_wait``: nothing else is to be done, so that an end that is near is
+        waited for. vLLM would look again a step later, which is a millisecond or two."""
+        for event in self._receiver.wait(IDLE_WAIT_S) if may_wait and self._is_end_near() else self._receiver.poll():
             users = self._users.get(event.transfer_id)
             if users is None:
                 continue
@@ -117,6 +127,10 @@ class DecodeWorker:
                 self._over(receive)
         ends, self._ends = self._ends, Ends()
         return ends
+
+    def _is_end_near(self) -> bool:
+        newest = next(reversed(self._receives.values()), None)
+        return newest is not None and self._clock() < newest.since_s + NEAR_S
 
     def _finished(self, receive: _Receive, event: kvpush.ReceiveFinished) -> None:
         is_done = event.outcome == kvpush.Outcome.done

@@ -53,6 +53,7 @@ class StepWork:
     cancels: list[str] = field(default_factory=list)  # requests whose receive is given up
     expects: list[Expect] = field(default_factory=list)
     renewals: list[Renewal] = field(default_factory=list)
+    is_idle: bool = False  # no token is scheduled: the model does not run
 
     def __bool__(self) -> bool:
         return bool(self.withdrawals or self.refusals or self.chunks or self.cancels or self.expects or self.renewals)
