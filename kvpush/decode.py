@@ -231,6 +231,7 @@ class DecodeCore:
                 ours.fingerprint,
                 ours.block_sizes_tokens,
                 ours.agent_name,
+                dial=link,
             )
             self._out.append(Send(link, hello))
         return self._effects()

@@ -300,6 +300,9 @@ class PrefillCore:
                 self._goodbye(link, message, now_s)
 
     def _hello(self, link: LinkId, hello: wire.Hello, now_s: float) -> None:
+        if self._is_late(link, hello):
+            self.counters["hellos_late"] += 1
+            return
         known = self._links.get(link)
         if known is not None and known.hello != hello:
             reason = f"this link belongs to engine {known.hello.engine_id!r}: one link, one engine"
@@ -320,6 +323,17 @@ class PrefillCore:
             if self._rarely.is_due((hello.engine_id, hello.share.rank, refusal.code), now_s):
                 self._outbox.add(Warn(f"refused decode engine {hello.engine_id!r} ({refusal.code}): {refusal.reason}"))
             self._outbox.add(Send(link, wire.Refused(refusal.code, wire.clip_reason(refusal.reason))))
+
+    def _is_late(self, link: LinkId, hello: wire.Hello) -> bool:
+        """It was sent over a link that its sender has given up, and was overtaken by what came over the next one: links
+        are read in turn. It must not take the place of the link that is up."""
+        return any(
+            other.rank == hello.share.rank
+            and other.hello.incarnation == hello.incarnation
+            and other.link != link
+            and other.hello.dial > hello.dial
+            for other in self._links.of_engine(hello.engine_id)
+        )
 
     def _refusal_of_namesake(self, hello: wire.Hello) -> Failure | None:
         """An incarnation whose place was taken is back, and whoever took it is still linked: two processes live."""

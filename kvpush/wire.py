@@ -69,6 +69,7 @@ class Hello(_Message, frozen=True, tag=True):
     fingerprint: Fingerprint
     block_sizes_tokens: BlockSizes
     agent_name: Id
+    dial: Serial  # grows with every link that this incarnation opens: tells the newest from one that comes late
 
 
 class Metadata(_Message, frozen=True, tag=True):

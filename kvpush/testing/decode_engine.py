@@ -127,6 +127,11 @@ class DecodeEngine(Engine):
             layers=self.held.layers,
         )
 
+    @property
+    def last_epoch(self) -> int:
+        """The greatest that it has registered anything under; 0 before."""
+        return max(self._by_epoch, default=0)
+
     def receive_of(self, epoch: int) -> Receive | None:
         """The receive that was registered under this epoch."""
         return self._by_epoch.get(epoch)

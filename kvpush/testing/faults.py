@@ -232,7 +232,8 @@ def confused_peer(run: Simulation, numbers: Sequence[int]) -> bool:
             message = wire.Register(transfer_id, epoch, (want,), 3000)
         case 3:
             others = [grant.written.epoch for grant in run.world.oracle.tracked() if grant.sink is not decode]
-            foreign = next((number for number in others if decode.receive_of(number) is None), epoch)
+            # not one that this engine has still to use: a WRITE for it would come after what it was told
+            foreign = next((n for n in others if n <= decode.last_epoch and decode.receive_of(n) is None), epoch)
             message = wire.Cancel(transfer_id, foreign, FailureCode.cancelled_by_caller, "not mine")
         case _:
             me = decode.identity

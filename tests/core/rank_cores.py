@@ -119,6 +119,7 @@ class Prefill(_Rank):
                 theirs.fingerprint,
                 theirs.block_sizes_tokens,
                 theirs.agent_name,
+                dial=1,
             )
             self.hears(other, hello)
 

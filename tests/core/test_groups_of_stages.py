@@ -53,6 +53,7 @@ def answer(prefill_share, prefill_groups, decode_share, decode_groups):
         theirs.fingerprint,
         theirs.block_sizes_tokens,
         theirs.agent_name,
+        dial=1,
     )
     return core.message(b"link", hello, 100.0)[-1].message
 
@@ -102,5 +103,6 @@ def test_rule19_whatever_a_stranger_says_about_its_heads_ends_no_loop(heads):
         {"model": "", "other.total_kv_heads": heads},
         {"other": 16},
         "agent",
+        dial=1,
     )
     assert isinstance(core.message(b"link", hello, 100.0)[-1].message, wire.Refused | wire.Welcome)

@@ -28,7 +28,7 @@ import kvpush
 from kvpush import wire
 from kvpush.errors import Failure, FailureCode, QueueFull
 from kvpush.parallel import Share
-from kvpush.prefill_effects import Emit, ReleasePeer
+from kvpush.prefill_effects import Emit, ReleasePeer, Send
 from kvpush.testing import World
 
 PACKAGE = Path(kvpush.__file__).parent
@@ -800,3 +800,29 @@ def test_rule19_a_block_of_millions_of_tokens_costs_no_memory_to_hear_of():
     finally:
         tracemalloc.stop()
     assert peak_bytes < 8 << 20
+
+
+def test_a_hello_of_a_link_that_was_given_up_does_not_take_the_place_of_the_next_one():
+    # found by a seed: a link was cut before its Hello was read, which came after the registrations of the next link
+    world, prefill, decode = make_connected()
+    link = link_to(prefill, decode)
+    receive, push = decode.expect("t", [7], prefill), prefill.push("t", [3], last=False)
+    world.advance(SOON_S)
+    hello = prefill.core._links[link].hello
+    late = msgspec.structs.replace(hello, dial=hello.dial - 1)
+    assert prefill.core.message(b"given up", late, world.clock()) == []
+    assert prefill.core.counters["hellos_late"] == 1
+    assert link_to(prefill, decode) == link
+    prefill.push("t", [], first_block=1)
+    run_to_the_end(world)
+    assert push.outcome == receive.outcome == "done"
+
+
+def test_the_hello_of_a_newer_link_of_the_same_process_takes_the_older_one_s_place():
+    world, prefill, decode = make_connected()
+    hello = prefill.core._links[link_to(prefill, decode)].hello
+    newer = msgspec.structs.replace(hello, dial=hello.dial + 1)
+    effects = prefill.core.message(b"newer", newer, world.clock())
+    answers = [each.message for each in effects if isinstance(each, Send)]
+    assert any(isinstance(answer, wire.Welcome) for answer in answers)
+    assert link_to(prefill, decode) == b"newer"

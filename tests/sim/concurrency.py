@@ -82,7 +82,7 @@ def messages_handled_after_a_bad_one():
         loop._transport = FakeFabric().transport(identity.agent_name, geometry.memory, memory_ranges(geometry), config)
         ours = identity
         hello = wire.Hello(
-            "d0", "one", ours.share, "p0", ours.share, ours.fingerprint, ours.block_sizes_tokens, "d0/0.0#one"
+            "d0", "one", ours.share, "p0", ours.share, ours.fingerprint, ours.block_sizes_tokens, "d0/0.0#one", 1
         )
         good = [LinkMessage(b"link", wire.encode(hello)), LinkMessage(b"link", [b"junk"])]
         loop._listener = FakeListener([LinkMessage(b"bad", wire.encode(hello)), *good])

@@ -120,7 +120,7 @@ def test_a_receive_that_is_called_done_without_one_writer_s_part_is_objected_to(
     world, prefills, decodes = make_engines(2, 1)
     decodes[0].expect("t", [7], prefills[0])
     monkeypatch.setattr(
-        "kvpush.decode._Receive.is_complete",
+        "kvpush.receives.Receive.is_complete",
         property(lambda receive: any(leg.is_complete for leg in receive.legs.values())),
     )
     prefills[1].push("t", [5])

@@ -326,7 +326,7 @@ class PrefillMachine(RuleBasedStateMachine):
         life = self.lives[engine]
         sizes = {DEFAULT_GROUP: GEOMETRY.groups[0].block_size_tokens}
         agent = f"{engine}/0.0#{life}"
-        return wire.Hello(engine, f"{engine} {life}", Share(), "p0", Share(), FINGERPRINT, sizes, agent)
+        return wire.Hello(engine, f"{engine} {life}", Share(), "p0", Share(), FINGERPRINT, sizes, agent, 1)
 
     def say(self, engine, message):
         self.perform(self.core.message(self.links[engine], message, self.clock()))

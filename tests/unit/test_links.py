@@ -10,7 +10,7 @@ from kvpush.pushes import Link
 
 
 def link_of(number, engine_id):
-    hello = wire.Hello(engine_id, f"{number:032x}", Share(), "p0", Share(), {}, {"kv": 16}, f"agent {number}")
+    hello = wire.Hello(engine_id, f"{number:032x}", Share(), "p0", Share(), {}, {"kv": 16}, f"agent {number}", number)
     return Link(b"link %d" % number, hello, frozenset(), {})
 
 

@@ -20,7 +20,9 @@ from kvpush.parallel import MAX_RANKS, Share
 # --- one example of every message, and strategies for the rest ------------------------------------------------------
 
 TO_PREFILL: list[wire.ToPrefill] = [
-    wire.Hello("d0", "b7e1", Share(0, 1, 1, 2), "p0", Share(1, 2), {"kv.dtype": "bfloat16"}, {"kv": 16}, "d0/0.1#b7e1"),
+    wire.Hello(
+        "d0", "b7e1", Share(0, 1, 1, 2), "p0", Share(1, 2), {"kv.dtype": "bfloat16"}, {"kv": 16}, "d0/0.1#b7e1", 3
+    ),
     wire.Metadata(3, "b7e1", "d0/0.1#b7e1", 4, b"\x01\x02", b"blob", b"\x80"),
     wire.MetadataUnavailable(3, FailureCode.not_ready, "no memory yet"),
     wire.Register("t1", 7, (wire.Want("kv", 2, wire.pack_block_ids(np.array([7, 8, 2])), 70),), 5000),
@@ -168,11 +170,11 @@ def test_the_wrong_direction_is_refused(case):
 
 GOLDEN = {
     "Hello": (
-        "89a474797065a548656c6c6fa9656e67696e655f6964a26430ab696e6361726e6174696f6ea462376531a5736861726584a7"
+        "8aa474797065a548656c6c6fa9656e67696e655f6964a26430ab696e6361726e6174696f6ea462376531a5736861726584a7"
         "70705f72616e6b00a770705f73697a6501a774705f72616e6b01a774705f73697a6502b265787065637465645f656e67696e"
         "655f6964a27030ae65787065637465645f736861726584a770705f72616e6b01a770705f73697a6502a774705f72616e6b00"
         "a774705f73697a6501ab66696e6765727072696e7481a86b762e6474797065a862666c6f61743136b2626c6f636b5f73697a"
-        "65735f746f6b656e7381a26b7610aa6167656e745f6e616d65ab64302f302e312362376531"
+        "65735f746f6b656e7381a26b7610aa6167656e745f6e616d65ab64302f302e312362376531a46469616c03"
     ),
     "Metadata": (
         "88a474797065a84d65746164617461a7617474656d707403ab696e6361726e6174696f6ea462376531aa6167656e745f"
@@ -601,7 +603,7 @@ def test_d15_ids_are_carried_whole(identifier):
     for message in (
         wire.Register(identifier, 1, (), 1),
         wire.Renew([identifier]),
-        wire.Hello(identifier, identifier, Share(), identifier, Share(), {}, {}, identifier),
+        wire.Hello(identifier, identifier, Share(), identifier, Share(), {}, {}, identifier, 1),
     ):
         assert wire.decode_to_prefill(wire.encode(message)) == message
 
