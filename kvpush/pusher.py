@@ -446,7 +446,8 @@ class _PushLoop(Loop):
     def _poll_fences(self) -> bool:
         has_progressed = False
         for transfer_id, fences in list(self._fences.items()):
-            has_progressed |= self._poll_fences_of(transfer_id, fences)
+            if self._fences.get(transfer_id) is fences:  # else its push ended meanwhile
+                has_progressed |= self._poll_fences_of(transfer_id, fences)
         return has_progressed
 
     def _poll_fences_of(self, transfer_id: str, fences: dict[int, Fence]) -> bool:

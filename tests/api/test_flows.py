@@ -185,6 +185,30 @@ def test_a_fence_that_raises_fails_its_push_on_both_sides(pair):
     assert prefill.pusher.healthy() and prefill.pusher.stats()["internal_errors"] == 0
 
 
+def test_a_push_that_ends_while_the_fences_of_another_are_asked_is_left_alone(pair):
+    prefill, _ = pair
+    later = Fence()
+
+    class Last:
+        is_set = False
+
+        def query(self):  # on the loop's thread
+            if self.is_set:
+                later.is_passed = True
+                prefill.pusher._loop.cancel("later")
+            return self.is_set
+
+    first = Last()
+    prefill.push("first", [5], ready=first)
+    prefill.push("later", [6], ready=later)
+    until(lambda: later.queries, what="both are asked")
+    first.is_set = True
+    assert prefill.inbox.outcome("later").outcome == "cancelled"
+    prefill.pusher.cancel("first")
+    assert prefill.inbox.outcome("first").outcome == "cancelled"
+    assert prefill.pusher.stats()["internal_errors"] == 0
+
+
 def test_a_push_can_be_cancelled_before_its_fence(pair):
     prefill, decode = pair
     fence = Fence()
