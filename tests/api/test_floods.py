@@ -259,8 +259,11 @@ class Hanging(NixlTransport):
     """Its calls do not return while ``may_turn`` is not set."""
 
     may_turn = threading.Event()
+    hangs = threading.Event()
 
     def notifications(self):
+        if not self.may_turn.is_set():
+            self.hangs.set()
         assert self.may_turn.wait(peers.PATIENCE_S)
         return super().notifications()
 
@@ -287,8 +290,11 @@ def test_c11_callers_cannot_pile_up_commands_behind_a_loop_that_hangs(which):
             "renew": lambda: side.renew(["x"], source=("127.0.0.1", 9), source_engine_id="p"),
         }
         calls = {name: call for name, call in calls.items() if hasattr(side, name)}
+        Hanging.hangs.clear()
         Hanging.may_turn.clear()
         try:
+            side.cancel("x")
+            assert Hanging.hangs.wait(peers.PATIENCE_S)  # from now on nothing is taken from the queue
             refused = None
             for _ in range(10 * MIN_COMMANDS):
                 try:
