@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvpush.pushes import Link, LinkId
+from kvpush.wire import Rank
 
 
 class Links(Mapping[LinkId, Link]):
@@ -37,6 +38,10 @@ class Links(Mapping[LinkId, Link]):
     def of_engine(self, engine_id: str) -> list[Link]:
         """The links of all ranks of one engine, oldest first."""
         return list(self._by_engine.get(engine_id, {}).values())
+
+    def of_rank(self, engine_id: str, rank: Rank) -> list[Link]:
+        """The links of one of them, oldest first."""
+        return [link for link in self.of_engine(engine_id) if link.rank == rank]
 
     def __getitem__(self, link_id: LinkId) -> Link:
         return self._links[link_id]

@@ -81,7 +81,6 @@ from kvpush.timers import Timers
 from kvpush.tombstones import Tombstone, Tombstones
 from kvpush.writes import Write, Writes
 
-DECODE_ATTENTION_S = 0.02  # after a hint decode looks closely for about that long
 REGISTRATION_GRACE_S = 5.0  # after a registration's own deadline: decode's Cancel should have come by then
 
 
@@ -328,11 +327,8 @@ class PrefillCore:
         """It was sent over a link that its sender has given up, and was overtaken by what came over the next one: links
         are read in turn. It must not take the place of the link that is up."""
         return any(
-            other.rank == hello.share.rank
-            and other.hello.incarnation == hello.incarnation
-            and other.link != link
-            and other.hello.dial > hello.dial
-            for other in self._links.of_engine(hello.engine_id)
+            other.hello.incarnation == hello.incarnation and other.link != link and other.hello.dial > hello.dial
+            for other in self._links.of_rank(hello.engine_id, hello.share.rank)
         )
 
     def _refusal_of_namesake(self, hello: wire.Hello) -> Failure | None:
@@ -340,8 +336,8 @@ class PrefillCore:
         engine = (hello.engine_id, hello.share.rank)
         newer = [
             other.hello.incarnation
-            for other in self._links.of_engine(hello.engine_id)
-            if other.rank == hello.share.rank and other.hello.incarnation != hello.incarnation
+            for other in self._links.of_rank(*engine)
+            if other.hello.incarnation != hello.incarnation
         ]
         if not newer or not self._namesakes.has_been_replaced(engine, hello.incarnation):
             return None
@@ -355,8 +351,8 @@ class PrefillCore:
     def _welcome(self, link: LinkId, hello: wire.Hello, now_s: float) -> None:
         known = self._links.get(link)
         new = known or self._introduced(link, hello)
-        for other in self._links.of_engine(hello.engine_id):
-            if other.rank == new.rank and other.link != link:
+        for other in self._links.of_rank(hello.engine_id, new.rank):
+            if other.link != link:
                 self._supersede_link(other, hello, now_s)
         generation, effects = self._registry.admit(hello.engine_id, hello.incarnation, _shown(link), new.rank)
         self._absorb(effects, now_s)
@@ -709,7 +705,7 @@ class PrefillCore:
         spans = tuple(piece.span for piece in pieces)
         notification = wire.encode_written(wire.Written(wanted.epoch, self._identity.rank, pieces[0].chunk, spans))
         post = PostWrite(write_id, peer, tuple(pieces), notification)
-        if now_s - wanted.link.hinted_s > DECODE_ATTENTION_S:
+        if now_s - wanted.link.hinted_s > wire.ATTENTION_S:
             self._outbox.send(wanted.link, wire.Writing(wanted.epoch))  # decode sleeps: it wakes while this is posted
             self._outbox.add(post)
         else:

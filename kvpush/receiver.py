@@ -47,7 +47,6 @@ from kvpush.transport import Notification, Transport, TransportFactory
 BlockList = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 Addresses = Address | Mapping[tuple[int, int], Address]
 
-ATTENTION_S = 0.02  # after a receive was registered or blocks arrived, the next WRITE is likely near: look often
 LEISURELY_LOOK_S = 0.01  # at NIXL, while receives wait and no WRITE has been announced: prefill's hint takes its time
 
 
@@ -326,7 +325,7 @@ class _ReceiveLoop(Loop):
 
     def expect(self, transfer_id: str, account: _Account, num_blocks: int, deadline_s: float) -> None:
         """Register a receive."""
-        self._attentive_until_s = self._clock() + ATTENTION_S
+        self._attentive_until_s = self._clock() + wire.ATTENTION_S
         self._perform(
             self.core.expect(
                 transfer_id,
@@ -385,7 +384,7 @@ class _ReceiveLoop(Loop):
             self._guarded(self._link_event, event)
         notifications = list(self._transport.notifications())
         if notifications:
-            self._attentive_until_s = self._clock() + ATTENTION_S
+            self._attentive_until_s = self._clock() + wire.ATTENTION_S
         for notification in notifications:
             self._guarded(self._notified, notification)
         now_s = self._clock()

@@ -33,6 +33,9 @@ MAX_LAYERS = 4096
 MAX_NAME_CHARS = 512
 MAX_SPANS = 32  # in one notification
 MAX_WRITTEN_BYTES = 2048  # 32 spans of five numbers, and room
+ATTENTION_S = (
+    0.02  # after a receive was registered or blocks arrived, the next WRITE is likely near: decode looks often
+)
 MAX_REMAINING_MS = 10 * 365 * 86_400_000  # ten years: more is a peer's mistake
 
 # msgspec counts characters; the limit in bytes is checked after decoding
