@@ -308,9 +308,6 @@ def test_mypy_sees_a_mistyped_trigger(tmp_path):
     assert wrong_lines == {7, 8, 9, 10}, done.stdout + done.stderr
 
 
-def test_the_library_behind_the_tables_keeps_quiet():
-    assert logging.getLogger("transitions").level == logging.WARNING
-
 
 def test_every_table_has_its_name():
     assert [table.name for table in LIFECYCLES] == ["engine", "push", "receive"]
