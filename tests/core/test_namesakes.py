@@ -96,9 +96,17 @@ def test_decode_s_caller_is_told_why():
     run_to_the_end(world)
 
 
-def test_rule16_the_memory_of_it_is_bounded():
+def test_rule16_the_memory_of_it_is_bounded_and_the_oldest_are_forgotten():
     namesakes = Namesakes(limit=3)
     for number in range(100):
         namesakes.admitted("d0", f"{number}")
         namesakes.admitted(f"e{number}", "x")
-    assert len(namesakes._newest) == 3 and len(namesakes._replaced) <= 3
+    assert list(namesakes._newest) == ["e98", "d0", "e99"]
+    assert list(namesakes._replaced) == [("d0", "96"), ("d0", "97"), ("d0", "98")]
+
+
+def test_whoever_has_the_id_again_has_not_been_replaced():
+    namesakes = Namesakes(limit=3)
+    for incarnation in ("one", "two", "one"):
+        namesakes.admitted("d0", incarnation)
+    assert [namesakes.has_been_replaced("d0", each) for each in ("one", "two", "three")] == [False, True, False]

@@ -16,6 +16,7 @@ from core_worlds import (
     part,
     run_to_the_end,
 )
+from rank_cores import ALONE, Decode, Other, Prefill, address_of
 
 from kvpush import decode as decode_module
 from kvpush import wire
@@ -434,3 +435,65 @@ def test_a_registration_without_a_push_is_told_when_its_engine_finds_no_room():
     prefill.push("t", [5])
     world.advance(SOON_S)
     assert unpushed.code == "queue_full"
+
+
+def test_a_failure_that_comes_after_the_cancel_releases_the_blocks_by_itself():
+    """Prefill will also answer the cancel, but its process may end before that."""
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    (asked,) = decode.told(other, wire.Register)
+    decode.do(decode.core.cancel("t", decode.now_s))
+    decode.hears(other, wire.Failed("t", asked.epoch, FailureCode.cancelled_by_peer, "?", settled=True))
+    ended, released = decode.events
+    assert (ended.blocks_reusable, released.proven) == (False, True)
+
+
+def test_prefill_that_has_not_said_welcome_is_not_told_goodbye():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.do(decode.core.link_opened(decode.dialled[address_of(other)], decode.now_s))
+    decode.do(decode.core.transport_closed(decode.now_s))
+    assert [type(message) for message in decode.told(other, object)] == [wire.Hello]
+
+
+def test_a_second_welcome_and_a_failed_dial_are_counted_once():
+    decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.loses(other)
+    decode.advance(1)
+    decode.meets(other)
+    theirs = other.identity
+    decode.hears(
+        other, wire.Welcome(theirs.engine_id, theirs.incarnation, theirs.share, theirs.holdings, theirs.agent_name)
+    )
+    counters = decode.core.counters
+    assert counters["messages_unexpected"] == 1
+    assert {name: n for name, n in counters.items() if name.startswith("handshakes_failed_")} == {
+        "handshakes_failed_peer_lost": 1
+    }
+
+
+def test_a_lease_ends_and_names_the_ranks_that_were_not_served_alone():
+    prefill = Prefill(lease_s=10)
+    left, right = (Other("d0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1))
+    prefill.meets(left, right)
+    prefill.push("t", [1, 2])
+    for epoch, other in enumerate((left, right), 7):
+        prefill.registers(other, "t", epoch, [5, 6])
+    prefill.answers(left)
+    prefill.settles(prefill.write_to(left))
+    prefill.advance(11)
+    (end,) = prefill.events
+    assert end.outcome == "expired"
+    assert end.reason.endswith("it could not be written: engine 'd0' rank (pp, tp) (0, 1) is handshaking")
+
+
+def test_rule16_the_memory_of_whose_registration_ended_is_bounded():
+    world, prefill, decode = make_connected(max_tombstones=3)
+    for number in range(5):
+        decode.expect(f"t{number}", [number], prefill)
+    world.advance(SOON_S)
+    decode.kill()
+    world.advance(SOON_S)
+    assert list(prefill.core._registrations._owners) == ["t2", "t3", "t4"]

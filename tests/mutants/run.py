@@ -3,13 +3,15 @@
     python tests/mutants/run.py                          # everything: hours on two cores
     python tests/mutants/run.py --sample 400 --seed 7    # a random part, the same for the same seed
     python tests/mutants/run.py --module registry --again survived --stateful
+    python tests/mutants/run.py --again survived --simulated
 
 How it works. One process imports what is slow to import (torch, pytest, hypothesis) and forks a child for every
 mutation. The child imports kvpush with an import hook that compiles the mutated tree in place of the file: nothing on
 disk is changed, so several can run at once beside everything else. It then runs, with ``-x``, the tests that reach the
-mutated line, file by file, the quickest of a file first; which test reaches which line is traced once and kept. A
-mutation of a line that runs at import is tried on all tests of its module. A child that does not end in time is killed
-by its id, and that counts as noticed: a loop that never ends is a difference.
+mutated line, file by file, the quickest of a file first, and the first seeds of the simulation before the slow files;
+which test reaches which line is traced once and kept. A mutation of a line that runs at import is tried on all tests of
+its module. A child that does not end in time is killed by its id, and that counts as noticed: a loop
+that never ends is a difference.
 
 Results are kept in ``build/mutants`` as they come, so a run that is broken off goes on where it was; they are thrown
 away for a module whose source changes. ``survivors.toml`` explains the mutations that cannot be noticed. The exit code
@@ -33,7 +35,7 @@ import time
 import tomllib
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
@@ -76,8 +78,12 @@ QUICK = ("tests/core", "tests/unit", "tests/threads", "tests/exhaustive", "tests
 NOT_QUICK = ("test_cli.py", "test_bench.py", "test_demo_model.py", "test_held_lock.py", "test_deeper.py")
 STATEFUL = ("tests/stateful",)
 
+SLOW_FILE_S = 5.0  # traced; such a file comes after the simulation
 TEST_TIMEOUT_S = 8.0  # of processor time; the slowest of them takes two
 STATEFUL_TIMEOUT_S = 120.0
+SEEDS = 150  # of the simulation; make test runs 500 of them
+SEEDS_PER_BATCH = 10
+BATCH_TIMEOUT_S = 30.0  # of processor time; a batch takes half a second
 CHILD_TIMEOUT_S = 600.0  # for what waits and uses no processor
 TRACE_TIMEOUT_S = 1800.0
 
@@ -112,14 +118,13 @@ class MutatedImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class Selection:
     """Runs the wanted tests only, in the order wanted, and remembers the first that fails."""
 
-    def __init__(self, wanted: Sequence[str] | None, limit_s: float) -> None:
+    def __init__(self, wanted: Iterable[str] | None, limit_s: float) -> None:
         self._place = None if wanted is None else {node_id: place for place, node_id in enumerate(wanted)}
         self._limit_s = limit_s
         self.failed = ""
-        signal.signal(signal.SIGPROF, lambda *_: os._exit(0))  # nothing is answered: it did not end in time
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        signal.setitimer(signal.ITIMER_PROF, self._limit_s)  # its own processor time: a busy machine is not to blame
+        end_after(self._limit_s)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         place = self._place
@@ -133,6 +138,12 @@ class Selection:
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed and not self.failed:
             self.failed = f"{report.nodeid} (not collected)"
+
+
+def end_after(limit_s: float) -> None:
+    """Of this process's own processor time from now on: a busy machine is not to blame."""
+    signal.signal(signal.SIGPROF, lambda *_: os._exit(0))  # nothing is answered: it did not end in time
+    signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 
 class Tracer:
@@ -216,20 +227,60 @@ def trace() -> dict[str, Any]:
     return {"code": code, "covered": rows}
 
 
-def attempt(mutation: Mutation, tests: Sequence[str], paths: Sequence[str] | None) -> dict[str, Any]:
-    """Run the tests against one mutation. ``paths`` in place of ``tests``: whole files."""
+def attempt(mutation: Mutation, args: argparse.Namespace, tests: Mapping[str, float]) -> dict[str, Any]:
+    """What notices one mutation, if anything does."""
     import ast
 
     path = PACKAGE / f"{mutation.module}.py"
     code = compile(mutation.applied(ast.parse(path.read_text())), str(path), "exec")
     sys.meta_path.insert(0, MutatedImport(mutation.module, code))
-    # the file that reaches it most often first: most mutations end there, and no other file is even imported
-    files = paths or [file for file, _ in Counter(node.split("::")[0] for node in tests).most_common()]
+    if args.stateful or args.tests:
+        return tested(STATEFUL if args.stateful else args.tests, None, STATEFUL_TIMEOUT_S)
+    if args.simulated:
+        return simulated()
+    quick, slow = by_cost(tests)
+    for stage in (lambda: tested(quick, tests, TEST_TIMEOUT_S), simulated, lambda: tested(slow, tests, TEST_TIMEOUT_S)):
+        answer = stage()
+        if answer["code"] not in PASSED:
+            break
+    return answer
+
+
+def by_cost(tests: Mapping[str, float]) -> tuple[list[str], list[str]]:
+    """The files of these tests, quick and slow ones. The one that reaches the mutation most often first: most mutations
+    end there, and no other file is even imported."""
+    files = Counter(node.split("::")[0] for node in tests)
+    seconds: Counter[str] = Counter()
+    for node, cost_s in tests.items():
+        seconds[node.split("::")[0]] += cost_s  # type: ignore[assignment]  # a sum of floats
+    ordered = [file for file, _ in files.most_common()]
+    slow = [file for file in ordered if seconds[file] > SLOW_FILE_S]
+    return [file for file in ordered if file not in slow], slow
+
+
+def tested(files: Iterable[str], wanted: Iterable[str] | None, limit_s: float) -> dict[str, Any]:
+    """By the tests of these files, or the wanted ones of them."""
     for file in files:
-        selection = Selection(None if paths else tests, STATEFUL_TIMEOUT_S if paths else TEST_TIMEOUT_S)
-        code_ = run_pytest([file], [selection])
-        if code_ not in PASSED:
-            return {"code": code_, "failed": selection.failed}
+        selection = Selection(wanted, limit_s)
+        code = run_pytest([file], [selection])
+        if code not in PASSED:
+            return {"code": code, "failed": selection.failed}
+    return {"code": PASSED[0], "failed": ""}
+
+
+def simulated() -> dict[str, Any]:
+    """By the simulation."""
+    sys.path.insert(0, str(ROOT))
+    from kvpush.testing.campaign import run_batch
+
+    for start in range(0, SEEDS, SEEDS_PER_BATCH):
+        end_after(BATCH_TIMEOUT_S)
+        try:
+            failures = run_batch(range(start, start + SEEDS_PER_BATCH)).failures
+        except Exception as exc:  # noqa: BLE001  # whatever a mutation does to the world is a difference
+            return {"code": 1, "failed": f"the simulation, seeds from {start} on: {exc!r}"}
+        for seed, failure in sorted(failures.items()):
+            return {"code": 1, "failed": f"the simulation, seed {seed}: {failure.checker}"}
     return {"code": PASSED[0], "failed": ""}
 
 
@@ -284,15 +335,15 @@ def coverage() -> Covered:
     }
 
 
-def tests_for(mutation: Mutation, covered: Covered, import_lines: set[tuple[str, int]]) -> list[str]:
-    """The tests that reach the mutated line, quickest first."""
+def tests_for(mutation: Mutation, covered: Covered, import_lines: set[tuple[str, int]]) -> dict[str, float]:
+    """The tests that reach the mutated line and what each costs in seconds, quickest first."""
     here = (mutation.module, mutation.line)
     if here in import_lines or not any(here in lines for _, lines in covered.values()):  # or called by what is
         chosen = {node: cost for node, (cost, lines) in covered.items() if any(m == mutation.module for m, _ in lines)}
         chosen |= {node: cost for node, (cost, _) in covered.items() if "test_statecharts" in node}
     else:
         chosen = {node: cost for node, (cost, lines) in covered.items() if here in lines}
-    return sorted(chosen, key=lambda node: (chosen[node], node))
+    return dict(sorted(chosen.items(), key=lambda item: (item[1], item[0])))
 
 
 def lines_at_import() -> set[tuple[str, int]]:
@@ -373,7 +424,7 @@ def chosen(args: argparse.Namespace, results: Results) -> list[Mutation]:
 
 
 def run(args: argparse.Namespace, results: Results) -> None:
-    covered = {} if args.tests or args.stateful else coverage()
+    covered = {} if args.tests or args.stateful or args.simulated else coverage()
     at_import = lines_at_import()
     waiting = spread(chosen(args, results), covered)
     print(f"{len(waiting)} mutations to try, {args.jobs} at a time", flush=True)
@@ -384,12 +435,7 @@ def run(args: argparse.Namespace, results: Results) -> None:
         while waiting and len(running) < args.jobs:
             mutation = waiting.pop()
             tests = tests_for(mutation, covered, at_import)
-            paths = list(STATEFUL) if args.stateful else args.tests
-            if not tests and not paths:
-                results.add(row_of(mutation, "survived", "no test runs this line", 0, 0.0))
-                done += 1
-                continue
-            pid, reader = in_child(lambda m=mutation, t=tests, p=paths: attempt(m, t, p))
+            pid, reader = in_child(lambda m=mutation, t=tests: attempt(m, args, t))
             now_s = time.monotonic()
             running[reader] = (pid, mutation, len(tests), now_s, now_s + CHILD_TIMEOUT_S)
         for reader in ended(running):
@@ -481,6 +527,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only mutations whose name holds this text, tried again")
     parser.add_argument("--again", choices=("survived", "killed"), help="only those that ended so, tried again")
     parser.add_argument("--stateful", action="store_true", help="on tests/stateful, a minute each, for survivors")
+    parser.add_argument("--simulated", action="store_true", help="before the simulation alone, for survivors")
     parser.add_argument("--tests", nargs="+", metavar="FILE", help="on these files alone, say those just written")
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
     parser.add_argument("--report", action="store_true", help="only write the report of what is known")

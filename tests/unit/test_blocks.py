@@ -172,6 +172,14 @@ def test_what_is_no_block_id_is_refused_and_named(block_ids, named):
     assert message.startswith("blocks of 't1': ") and named in message and len(message) < 200
 
 
+@pytest.mark.parametrize(("length", "shown"), [(80, "x" * 78 + "'"), (81, "x" * 78 + "…")])
+def test_what_is_no_block_id_is_shown_up_to_80_characters(length, shown):
+    with pytest.raises(UsageError) as caught:
+        check_block_ids("x" * (length - 2), 8, what="ids", unique=False)
+    text = str(caught.value).removeprefix("ids: ").removesuffix(" is not a sequence of block ids")
+    assert text == "'" + shown and len(text) == 80
+
+
 @pytest.mark.parametrize(
     "block_ids",
     [[1, 5, 1], (5, 5), np.array([5, 1, 5]), torch.tensor([5, 5]), [*range(100), 5]],
