@@ -308,6 +308,5 @@ def test_mypy_sees_a_mistyped_trigger(tmp_path):
     assert wrong_lines == {7, 8, 9, 10}, done.stdout + done.stderr
 
 
-
 def test_every_table_has_its_name():
     assert [table.name for table in LIFECYCLES] == ["engine", "push", "receive"]
