@@ -11,6 +11,7 @@ from kvpush.integrations.vllm.params import (
     base_request_id,
     decode_leg,
     prefill_leg,
+    prompt_digest,
 )
 
 SOURCE = {"do_remote_prefill": True, "remote_engine_id": "p0", "remote_host": "10.0.0.7", "remote_port": 5600}
@@ -42,12 +43,12 @@ def test_decode_does_nothing_unless_asked(params):
 
 
 def test_prefill_goes_by_the_router_s_name_alone():
-    assert prefill_leg({"do_remote_decode": True, "transfer_id": "t"}, "r-00000000") == PrefillLeg(("t",))
+    assert prefill_leg({"do_remote_decode": True, "transfer_id": "t"}, "r-00000000") == PrefillLeg(("t",), "")
 
 
 def test_without_a_name_prefill_answers_to_its_own_id_and_to_the_common_part():
-    assert prefill_leg({"do_remote_decode": True}, "r-00000000") == PrefillLeg(("r-00000000", "r"))
-    assert prefill_leg({"do_remote_decode": True}, "r") == PrefillLeg(("r",))
+    assert prefill_leg({"do_remote_decode": True}, "r-00000000") == PrefillLeg(("r-00000000", "r"), "")
+    assert prefill_leg({"do_remote_decode": True}, "r") == PrefillLeg(("r",), "")
 
 
 def test_decode_takes_the_best_name_there_is():
@@ -84,6 +85,39 @@ def test_what_prefill_answers_is_what_decode_needs(ranks, named):
     assert decode_leg(said, "d-11111111") == DecodeLeg("t" if named else "p-00000000", "p0", sources)
 
 
+def test_a_name_is_that_of_one_prompt():
+    """A list of prompts has one name, and a client may use its own again."""
+    ours, theirs = [1, 2, 3], [1, 2, 4]
+    pushed = [prefill_leg({"do_remote_decode": True, "transfer_id": "t"}, "r", ids) for ids in (ours, theirs)]
+    wanted = [decode_leg(SOURCE | {"transfer_id": "t"}, "r", ids) for ids in (ours, theirs)]
+    assert [leg.transfer_ids for leg in pushed] == [(leg.transfer_id,) for leg in wanted]
+    assert wanted[0].transfer_id != wanted[1].transfer_id
+    assert all(leg.transfer_id.startswith("t#") for leg in wanted)
+
+
+@pytest.mark.parametrize("token_ids", [[1], [2, 1], [1, 2, 0], [], [258]])
+def test_other_tokens_have_another_digest(token_ids):
+    assert prompt_digest(token_ids) != prompt_digest([1, 2])
+    assert len(prompt_digest(token_ids)) == 24
+    assert prompt_digest(None) == ""
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_answer_for_another_prompt_is_refused_at_once(named):
+    leg = prefill_leg({"do_remote_decode": True} | ({"transfer_id": "t"} if named else {}), "p-00000000", [1, 2])
+    said = answer(engine_id="p0", request_id="p-00000000", leg=leg, sources={(0, 0): Source(("h", 5))}, num_tokens=2)
+    assert decode_leg(said, "d-11111111", [1, 2]).transfer_id in leg.transfer_ids
+    with pytest.raises(BadParams, match="prefill engine 'p0' computed another prompt"):
+        decode_leg(said, "d-11111111", [1, 3])
+
+
+def test_a_name_must_fit_into_a_message_with_its_digest():
+    longest = "x" * (512 - 25)
+    assert decode_leg(SOURCE | {"transfer_id": longest}, "r", [1]).transfer_id.startswith(longest)
+    with pytest.raises(BadParams, match="transfer_id and the digest of the prompt"):
+        decode_leg(SOURCE | {"transfer_id": longest + "x"}, "r", [1])
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -104,6 +138,8 @@ def test_what_prefill_answers_is_what_decode_needs(ranks, named):
         {"transfer_id": 5},
         {"transfer_id": "x" * 513},
         {"remote_request_id": ""},
+        {"remote_prompt_digest": "other"},
+        {"remote_prompt_digest": 5},
         {"remote_sources": 5},
         {"remote_sources": [[0, 0, "h", 5]]},
         {"remote_sources": [[0, -1, "h", 5, ""]]},

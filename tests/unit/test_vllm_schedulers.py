@@ -25,6 +25,7 @@ class Request:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     kv_transfer_params: dict | None = None
+    prompt_token_ids: list | None = None
 
 
 @dataclass
@@ -277,6 +278,57 @@ def test_an_end_after_the_receive_cancels_nothing(decode):
     decode.reported(Report(), ["r"])
     decode.finished("r")
     assert decode.take_work().cancels == []
+
+
+def siblings(decode, *names, prompts=((1, 2), (1, 2))):
+    """Requests with one name; those with the same prompt have one transfer."""
+    found = [
+        Request(name, kv_transfer_params=dict(SOURCE), prompt_token_ids=list(prompt))
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    for request in found:
+        decode.arrived(request)
+    return found
+
+
+def test_a_prompt_that_comes_twice_is_received_once_and_the_other_finds_it(decode):
+    first, second = siblings(decode, "a", "b")
+    decode.allocated(first, [7, 8, 9], decode.num_missing_tokens(first, 0))
+    assert decode.num_missing_tokens(second, 0) is None
+    assert [name for name, *_ in asked(decode.take_work())] == ["a"]
+    decode.reported(Report(), ["a"])
+    assert decode.num_missing_tokens(second, 8) == 0
+    decode.allocated(second, [7, 8, 10], 0)
+    assert asked(decode.take_work()) == [(None, 0, [])], "whatever prefill still has of it may go"
+
+
+@pytest.mark.parametrize("failed", [True, False], ids=["failed", "aborted"])
+def test_when_the_one_that_received_it_did_not_get_it_the_next_one_asks(decode, failed):
+    first, second = siblings(decode, "a", "b")
+    decode.allocated(first, [7, 8, 9], decode.num_missing_tokens(first, 0))
+    assert decode.num_missing_tokens(second, 0) is None
+    if not failed:
+        decode.finished("a")
+    decode.reported(Report(), ["a"], ["a"] if failed else [])
+    assert decode.num_missing_tokens(second, 0) == 9
+    decode.allocated(second, [4, 5, 6], 9)
+    assert [name for name, *_ in asked(decode.take_work())] == ["a", "b"]
+
+
+def test_other_prompts_under_the_same_name_are_other_transfers(decode):
+    first, second = siblings(decode, "a", "b", prompts=((1, 2), (1, 3)))
+    for request, block_ids in ((first, [7, 8, 9]), (second, [4, 5, 6])):
+        decode.allocated(request, block_ids, decode.num_missing_tokens(request, 0))
+    one, other = decode.take_work().expects
+    assert one.leg.transfer_id != other.leg.transfer_id
+
+
+def test_a_second_attempt_after_the_first_has_come_asks_for_itself(decode):
+    (first,) = siblings(decode, "a", prompts=((1, 2),))
+    decode.allocated(first, [7, 8, 9], decode.num_missing_tokens(first, 0))
+    decode.reported(Report(), ["a"])
+    (second,) = siblings(decode, "b", prompts=((1, 2),))
+    assert decode.num_missing_tokens(second, 0) == 9
 
 
 def test_held_blocks_stay_pinned_until_every_worker_that_holds_them_lets_go(decode, pool):

@@ -24,6 +24,19 @@ def test_every_setting_of_the_library_has_its_own_name():
 
 
 @pytest.mark.parametrize(
+    ("said", "backoff_max_s"),
+    [
+        ({}, 1.0),
+        ({"handshake_backoff_min_s": 3.0}, 3.0),
+        ({"handshake_backoff_max_s": 30.0}, 30.0),
+        ({"environ": {"KVPUSH_HANDSHAKE_BACKOFF_MAX_S": "30"}}, 30.0),
+    ],
+)
+def test_a_port_that_is_shut_is_tried_again_soon_unless_the_operator_says_otherwise(said, backoff_max_s):
+    assert settings(**said).config.handshake_backoff_max_s == backoff_max_s
+
+
+@pytest.mark.parametrize(
     ("extra", "words"),
     [
         ({"lease": 5}, "lease=5 is no setting"),

@@ -15,6 +15,8 @@ import pytest
 from children import OVER_TCP, EngineProcess, Nursery, free_port
 from strangers import Stranger, malformed_registrations, overheard_hello
 
+from kvpush.integrations.vllm.params import prompt_digest
+
 pytestmark = [pytest.mark.nixl, pytest.mark.processes]
 
 NUM_BLOCKS = 199
@@ -104,10 +106,10 @@ def test_malformed_registrations_do_not_touch_the_request_they_name(
         asked |= {"transfer_id": name}
         decode.ask(name, prompt, 6, fleet.source | {"transfer_id": name})
         decode.call("free", "free")
-        transfer_id = name
+        transfer_id = f"{name}#{prompt_digest(prompt)}"
     else:
         kv = prefill.generate(name, prompt, 1, asked)["kv"]
-        transfer_id = kv["remote_request_id"]
+        transfer_id = f"{kv['remote_request_id']}#{prompt_digest(prompt)}"
     messages = malformed_registrations(transfer_id)
     num_read = prefill.stats("pusher")["stats"].get("messages_malformed", 0)
     for stranger in (Stranger(fleet.port, "unknown"), Stranger(fleet.port, "known")):

@@ -86,6 +86,50 @@ def test_both_at_once(prefill: EngineProcess, decode: EngineProcess, make_prompt
     assert concurrent(prefill, decode, prompts, named=named) == expected
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["the router names it", "nobody names it"])
+def test_a_name_that_is_used_again_brings_no_blocks_of_another_prompt(
+    prefill: EngineProcess, decode: EngineProcess, make_prompt: MakePrompt, named: bool
+) -> None:
+    """The first prompt under it was computed, and nobody asked for it: its router died. It still waits at prefill."""
+    forgotten, name = make_prompt(200), next(_names)
+    router = {"transfer_id": f"router-{name}"} if named else {}
+    source = prefill.generate(name, forgotten, 1, {"do_remote_decode": True} | router)["kv"]
+    for key in ("remote_request_id", "remote_prompt_digest"):
+        del source[key]
+    for length in (200, 150, 260):
+        prompt = make_prompt(length)
+        (expected,) = of_one_engine(prefill, [prompt])
+        decode.ask(name, prompt, NUM_TOKENS, source)
+        prefill.ask(name, prompt, 1, {"do_remote_decode": True} | router)
+        assert decode.result(name)["tokens"] == expected
+        assert prefill.result(name)["reason"] == "length"
+    decode.generate(name, forgotten, 1, source)  # so that prefill need not keep it
+
+
+def test_a_prompt_that_is_to_be_answered_several_times_is_received_once(
+    prefill: EngineProcess, decode: EngineProcess, make_prompt: MakePrompt
+) -> None:
+    """As vLLM splits a request with ``n``, and a list of prompts: they share all parameters."""
+    prompts = [make_prompt(300), make_prompt(100)]
+    expected = of_one_engine(prefill, prompts)
+    source = prefill.generate(next(_names), [5], 1, {"do_remote_decode": True, "transfer_id": "warm"})["kv"]
+    decode.generate(next(_names), [5], 1, source)
+    del source["remote_prompt_digest"], source["remote_request_id"]
+    before = prefill.stats("pusher")["stats"]["bytes_written"], decode.stats("receiver")["stats"]["receives"]
+    names = [next(_names) for _ in range(6)]
+    for i, name in enumerate(names):
+        decode.ask(name, prompts[i % 2], NUM_TOKENS, source | {"transfer_id": "list"})
+    for prompt in prompts:
+        prefill.ask(next(_names), prompt, 1, {"do_remote_decode": True, "transfer_id": "list"})
+    assert [decode.result(name)["tokens"] for name in names] == 3 * expected
+    stats = decode.stats("receiver")["stats"]
+    assert stats.get("receives_failed", 0) == 0
+    assert stats["receives"] - before[1] == 6, "two with blocks, four that say that nothing is needed"
+    per_token = 4 * 2 * 2 * 32 * 4  # layers, key and value, heads, head size, bytes
+    written = prefill.stats("pusher")["stats"]["bytes_written"] - before[0]
+    assert written <= per_token * (10 + 4) * BLOCK, "every block once"
+
+
 def test_only_missing_blocks_are_asked_for(
     prefill: EngineProcess, decode: EngineProcess, make_prompt: MakePrompt
 ) -> None:

@@ -142,7 +142,7 @@ class KvPushConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens' KV will come from prefill."""
         num_tokens = self._scheduling.decode.num_missing_tokens(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The blocks for them are there."""
@@ -158,7 +158,9 @@ class KvPushConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         report = meta.report if isinstance(meta, KvPushWorkerMetadata) else Report()
         self._scheduling.prefill.reported(report)
-        self._scheduling.decode.reported(report, connector_output.finished_recving or ())
+        self._scheduling.decode.reported(
+            report, connector_output.finished_recving or (), connector_output.failed_recving
+        )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended. Its blocks may go: those that are still read or written are pinned."""

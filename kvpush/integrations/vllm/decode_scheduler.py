@@ -3,13 +3,16 @@
 A request waits in vLLM's own state for remote KV until every worker has reported its receive. Only blocks that are
 missing here are asked for. The prompt's last token is always computed here, since it yields the first new token; so
 its KV is never asked for, and a prompt that is cached up to there needs nothing: prefill is told to let go.
+
+A prompt that is to be answered several times (``n``, or twice in a list) comes as several requests with one transfer.
+Prefill pushes it once. So one of them receives it, and the others wait for that and find it in the prefix cache.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +35,10 @@ class Request(Protocol):
         """Length of the prompt."""
 
     @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """The prompt; ``None`` for one of embeddings."""
+
+    @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
         """What the router said. ``do_remote_prefill`` is cleared once it has been acted on, as vLLM does it."""
 
@@ -43,7 +50,17 @@ class _Prompt:
     request: Request
     leg: DecodeLeg
     is_asked: bool = False  # the transfer was registered, or declined
+    has_come: bool = False  # for another request with the same transfer, which has been waited for
     num_cached_tokens: int = 0  # that were here when the rest was offered
+
+
+@dataclass(slots=True, eq=False)
+class _Receiving:
+    """What a request is receiving, until every worker has reported its end."""
+
+    transfer_id: str
+    block_ids: Sequence[int]
+    is_waited_for: bool = False  # by other requests with the same transfer
 
 
 @dataclass(slots=True)
@@ -55,23 +72,29 @@ class DecodeScheduler:
     clock: Callable[[], float] = time.monotonic
     pins: Pins[str] = field(default_factory=Pins)
     _prompts: dict[str, _Prompt] = field(default_factory=dict)  # by request id
-    _receiving: dict[str, Sequence[int]] = field(default_factory=dict)  # request id -> blocks; no worker has to add
+    _receiving: dict[str, _Receiving] = field(default_factory=dict)  # by request id
+    _transfers: dict[str, _Receiving] = field(default_factory=dict)  # the same by transfer id
     _holding: Counter[str] = field(default_factory=Counter)  # request id -> workers that hold its blocks
     _renewed_s: float = -1e9
     _work: StepWork = field(default_factory=StepWork)
 
     def arrived(self, request: Request) -> bool:
         """A new request. Whether its prompt comes from elsewhere. Raises BadParams."""
-        leg = decode_leg(request.kv_transfer_params, request.request_id)
+        params = request.kv_transfer_params
+        leg = decode_leg(params, request.request_id, request.prompt_token_ids)
         if leg is not None:
             self._prompts[request.request_id] = _Prompt(request, leg)
         return leg is not None
 
-    def num_missing_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """How many tokens' KV will come, beyond those cached here."""
+    def num_missing_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """How many tokens' KV will come, beyond those cached here; ``None``: ask again, another request is receiving
+        them."""
         prompt = self._prompts.get(request.request_id)
-        if prompt is None or prompt.is_asked:
+        if prompt is None or prompt.is_asked or prompt.has_come:
             return 0
+        if (receiving := self._transfers.get(prompt.leg.transfer_id)) is not None:
+            receiving.is_waited_for = True
+            return None
         prompt.num_cached_tokens = num_computed_tokens
         return max(0, request.num_prompt_tokens - 1 - num_computed_tokens)
 
@@ -88,7 +111,8 @@ class DecodeScheduler:
         end_block = -(-num_tokens // self.block_size_tokens)
         wanted = list(block_ids[first_block:end_block])
         self._mark_asked(prompt)
-        self._receiving[request.request_id] = wanted
+        receiving = _Receiving(prompt.leg.transfer_id, wanted)
+        self._receiving[request.request_id] = self._transfers[receiving.transfer_id] = receiving
         self._work.expects.append(Expect(request.request_id, prompt.leg, first_block, wanted, num_tokens))
 
     def finished(self, request_id: str) -> None:
@@ -112,19 +136,27 @@ class DecodeScheduler:
         if params is not None:
             params["do_remote_prefill"] = False
 
-    def reported(self, report: Report, finished_receiving: Iterable[str]) -> None:
-        """Workers have seen receives end. Called before vLLM frees anything because of it."""
+    def reported(self, report: Report, finished: Collection[str], failed: Collection[str] = ()) -> None:
+        """Workers have seen receives end, ``failed`` among them. Called before vLLM frees anything because of it."""
         for request_id, num_workers in report.held.items():
             if request_id not in self.pins and request_id in self._receiving:
-                self.pins.add(request_id, self._receiving[request_id])
+                self.pins.add(request_id, self._receiving[request_id].block_ids)
             self._holding[request_id] += num_workers
         for request_id, num_workers in report.released.items():
             self._holding[request_id] -= num_workers
             if self._holding[request_id] <= 0:
                 del self._holding[request_id]
                 self.pins.drop(request_id)
-        for request_id in finished_receiving:
-            self._receiving.pop(request_id, None)
+        for request_id in finished:
+            if (receiving := self._receiving.pop(request_id, None)) is not None:
+                del self._transfers[receiving.transfer_id]
+                if receiving.is_waited_for and request_id in self._prompts and request_id not in failed:
+                    self._has_come(receiving.transfer_id)
+
+    def _has_come(self, transfer_id: str) -> None:
+        """Those who waited find it in the prefix cache. What is not there they compute: prefill pushed it once."""
+        for prompt in self._prompts.values():
+            prompt.has_come |= prompt.leg.transfer_id == transfer_id
 
     def take_work(self) -> StepWork:
         """What was decided since the last call."""

@@ -81,7 +81,7 @@ class DecodeWorker:
                 num_tokens=expect.num_tokens,
             )
         except kvpush.KvpushError as exc:
-            logger.warning("%s", exc)
+            logger.warning("request %s: %s", expect.request_id, exc)
             self._tally.count("receives_rejected")
             self._report(receive, is_failed=True)
             self._over(receive)
@@ -135,7 +135,8 @@ class DecodeWorker:
     def _finished(self, receive: _Receive, event: kvpush.ReceiveFinished) -> None:
         is_done = event.outcome == kvpush.Outcome.done
         if not is_done and not receive.is_given_up:
-            logger.warning("receive %s: %s: %s", event.transfer_id, event.outcome, event.reason)
+            request_id = receive.expect.request_id
+            logger.warning("request %s: receive %s: %s: %s", request_id, event.transfer_id, event.outcome, event.reason)
         if event.blocks_reusable:
             self._report(receive, is_failed=not is_done)
             self._over(receive)

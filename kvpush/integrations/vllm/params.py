@@ -8,12 +8,17 @@ request at once, with a ``transfer_id`` that the router made up.
 The transfer's name is the router's ``transfer_id``; without one, prefill's own request id, which its answer brings as
 ``remote_request_id``; last, the part of the request id that both sides share. Prefill cannot know which of the last
 two decode will use, so it answers to both.
+
+A name is somebody else's word: a list of prompts has one, and clients may use theirs again. So both sides add a digest
+of the prompt to it, and what comes under a name is the KV of this very prompt.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +30,26 @@ Address = tuple[str, int]
 Rank = tuple[int, int]  # pipeline rank, tensor rank
 
 MAX_RANKS = 4096
+DIGEST_BYTES = 12
 _RANDOM_SUFFIX = re.compile(r"-[0-9a-f]{8}")  # vLLM appends it to every request id that it takes in
 
 
 class BadParams(ValueError):
-    """A request whose parameters do not say where its KV comes from. It is computed here instead."""
+    """Parameters that do not say where the KV of a prompt comes from, or that it is another prompt's. It is computed
+    here instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillLeg:
     """This engine computes the prompt; decode may ask for it by any of these names."""
 
-    transfer_ids: tuple[str, ...]
+    names: tuple[str, ...]
+    prompt_digest: str
+
+    @property
+    def transfer_ids(self) -> tuple[str, ...]:
+        """What the library knows it by."""
+        return tuple(_transfer_id(name, self.prompt_digest) for name in self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +64,7 @@ class Source:
 class DecodeLeg:
     """This engine generates; the prompt's KV comes from that engine."""
 
-    transfer_id: str
+    transfer_id: str  # what the library knows it by
     engine_id: str
     sources: dict[Rank, Source]
 
@@ -72,28 +85,48 @@ def base_request_id(request_id: str) -> str:
     return base if base and _RANDOM_SUFFIX.fullmatch(end.lower()) else request_id
 
 
-def prefill_leg(params: Mapping[str, Any] | None, request_id: str) -> PrefillLeg | None:
+def prompt_digest(token_ids: Sequence[int] | None) -> str:
+    """The same for the same tokens, on every engine; empty for a prompt that has none (embeddings)."""
+    if token_ids is None:
+        return ""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _transfer_id(name: str, digest: str) -> str:
+    return f"{name}#{digest}" if digest else name
+
+
+def prefill_leg(
+    params: Mapping[str, Any] | None, request_id: str, token_ids: Sequence[int] | None = None
+) -> PrefillLeg | None:
     """What a request to prefill asks for; ``None`` when it asks for nothing. Raises BadParams."""
     if not params or not params.get("do_remote_decode"):
         return None
+    digest = prompt_digest(token_ids)
     given = params.get("transfer_id")
     if given is not None:
-        return PrefillLeg((_id(given, "transfer_id"),))
-    own = _id(request_id, "request id")
-    return PrefillLeg(tuple(dict.fromkeys((own, base_request_id(own)))))
+        return PrefillLeg((_name(given, "transfer_id", digest),), digest)
+    own = _name(request_id, "request id", digest)
+    return PrefillLeg(tuple(dict.fromkeys((own, base_request_id(own)))), digest)
 
 
-def decode_leg(params: Mapping[str, Any] | None, request_id: str) -> DecodeLeg | None:
+def decode_leg(
+    params: Mapping[str, Any] | None, request_id: str, token_ids: Sequence[int] | None = None
+) -> DecodeLeg | None:
     """What a request to decode asks for; ``None`` when it asks for nothing. Raises BadParams."""
     if not params or not params.get("do_remote_prefill"):
         return None
+    digest = prompt_digest(token_ids)
     if params.get("transfer_id") is not None:
-        transfer_id = _id(params["transfer_id"], "transfer_id")
+        name = _name(params["transfer_id"], "transfer_id", digest)
     elif params.get("remote_request_id") is not None:
-        transfer_id = _id(params["remote_request_id"], "remote_request_id")
+        name = _name(params["remote_request_id"], "remote_request_id", digest)
     else:
-        transfer_id = base_request_id(_id(request_id, "request id"))
-    return DecodeLeg(transfer_id, _id(params.get("remote_engine_id"), "remote_engine_id"), _sources(params))
+        name = base_request_id(_name(request_id, "request id", digest))
+    if params.get("remote_prompt_digest", digest) != digest:
+        raise BadParams(f"prefill engine {params.get('remote_engine_id')!r} computed another prompt as {name!r}")
+    engine_id = _name(params.get("remote_engine_id"), "remote_engine_id")
+    return DecodeLeg(_transfer_id(name, digest), engine_id, _sources(params))
 
 
 def answer(
@@ -113,11 +146,12 @@ def answer(
         "tp_size": 1 + max((tp for _, tp in ranks), default=0),
         "pp_size": 1 + max((pp for pp, _ in ranks), default=0),
         "remote_num_tokens": num_tokens,
+        "remote_prompt_digest": leg.prompt_digest,
         "remote_sources": [[*rank, *sources[rank].address, sources[rank].incarnation] for rank in ranks],
         "transfer_mode": "push",
     }
-    if len(leg.transfer_ids) == 1:
-        params["transfer_id"] = leg.transfer_ids[0]
+    if len(leg.names) == 1:
+        params["transfer_id"] = leg.names[0]
     return params
 
 
@@ -143,11 +177,14 @@ def _sources(params: Mapping[str, Any]) -> dict[Rank, Source]:
         raise BadParams(str(exc)) from exc
 
 
-def _id(value: object, what: str) -> str:
+def _name(value: object, what: str, digest: str = "") -> str:
+    """It fits into a message, the digest and all."""
     try:
-        return wire.check_id(value, what)
+        name = wire.check_id(value, what)
+        wire.check_id(_transfer_id(name, digest), f"{what} and the digest of the prompt")
     except UsageError as exc:
         raise BadParams(str(exc)) from exc
+    return name
 
 
 def _text(value: object) -> str:

@@ -30,6 +30,10 @@ class Request(Protocol):
         """Length of the prompt."""
 
     @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """The prompt; ``None`` for one of embeddings."""
+
+    @property
     def num_computed_tokens(self) -> int:
         """Before the step that is being planned."""
 
@@ -80,7 +84,7 @@ class PrefillScheduler:
 
     def arrived(self, request: Request) -> bool:
         """A new request. Whether its prompt is to be pushed. Raises BadParams."""
-        leg = prefill_leg(request.kv_transfer_params, request.request_id)
+        leg = prefill_leg(request.kv_transfer_params, request.request_id, request.prompt_token_ids)
         if leg is not None:
             self._prompts[request.request_id] = _Prompt(request, leg, request.num_preemptions)
         return leg is not None

@@ -97,9 +97,9 @@ class PrefillWorker:
             if not send.is_counted:  # one send, one outcome, whatever it goes by
                 send.is_counted = True
                 self._tally.pushed(event)
+                if event.outcome not in (kvpush.Outcome.done, kvpush.Outcome.cancelled):
+                    logger.warning("push %s: %s: %s", event.transfer_id, event.outcome, event.reason)
             self._cancel(send, send.open_ids - {event.transfer_id})
-        if event.outcome not in (kvpush.Outcome.done, kvpush.Outcome.cancelled):
-            logger.warning("push %s: %s: %s", event.transfer_id, event.outcome, event.reason)
 
     def _cancel(self, send: _Send, transfer_ids: Iterable[str]) -> None:
         for transfer_id in list(transfer_ids):

@@ -2,11 +2,15 @@
 
 Every field of :class:`kvpush.Config` may stand there under its own name, and a few more that say where the connector
 listens. ``KVPUSH_*`` in the environment comes below them, as everywhere.
+
+One default is another one here: a decode server that finds prefill's port shut tries again within a second, and not
+within half a minute. Its request can be computed where it is, so that it had better fail soon.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +27,7 @@ _BUILT_IN_NAMES = {
     "decoder_kv_blocks_ttl": "receive_deadline_s",
     "backends": "ucx_options, net_devices",
 }
+BACKOFF_MAX_S = 1.0
 _CONFIG_NAMES = frozenset(field.name for field in dataclasses.fields(Config))
 
 
@@ -43,7 +48,7 @@ class Settings:
         rest = dict(extra)
         overrides = {name: rest.pop(name) for name in extra if name in _CONFIG_NAMES}
         settings = cls(
-            config=Config.from_env(environ, **overrides),
+            config=_config(environ, overrides),
             listen=_text(rest, "listen", default_listen),
             advertise=_text(rest, "advertise", ""),
             model=_text(rest, "model", ""),
@@ -79,6 +84,15 @@ def parse_host(text: str) -> str:
 def _known() -> set[str]:
     own = {field.name for field in dataclasses.fields(Settings)} - {"config"}
     return own | _CONFIG_NAMES
+
+
+def _config(environ: Mapping[str, str] | None, overrides: dict[str, Any]) -> Config:
+    environ = os.environ if environ is None else environ
+    is_said = "handshake_backoff_max_s" in overrides or "KVPUSH_HANDSHAKE_BACKOFF_MAX_S" in environ
+    config = Config.from_env(environ, **overrides)
+    if is_said:
+        return config
+    return dataclasses.replace(config, handshake_backoff_max_s=max(BACKOFF_MAX_S, config.handshake_backoff_min_s))
 
 
 def _text(rest: dict[str, Any], name: str, default: str) -> str:
