@@ -9,6 +9,7 @@ from kvpush.integrations.vllm.params import (
     Source,
     answer,
     base_request_id,
+    check_role,
     decode_leg,
     prefill_leg,
     prompt_digest,
@@ -76,13 +77,13 @@ def test_decode_believes_the_addresses_of_the_answer():
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("ranks", [[(0, 0)], [(0, 0), (0, 1), (1, 0)]])
+@pytest.mark.parametrize("ranks", [[(0, 0)], [(0, 0), (0, 1), (1, 0), (1, 1)]])
 def test_what_prefill_answers_is_what_decode_needs(ranks, named):
     sources = {rank: Source(("h", 5 + i), f"life {i}") for i, rank in enumerate(ranks)}
     params = {"do_remote_decode": True} | ({"transfer_id": "t"} if named else {})
     leg = prefill_leg(params, "p-00000000")
-    said = answer(engine_id="p0", request_id="p-00000000", leg=leg, sources=sources, num_tokens=7)
-    assert decode_leg(said, "d-11111111") == DecodeLeg("t" if named else "p-00000000", "p0", sources)
+    said = answer(engine_id="p0", request_id="p-00000000", leg=leg, sources=sources, num_tokens=7, lease_s=9.0)
+    assert decode_leg(said, "d-11111111") == DecodeLeg("t" if named else "p-00000000", "p0", sources, 9.0)
 
 
 def test_a_name_is_that_of_one_prompt():
@@ -105,7 +106,8 @@ def test_other_tokens_have_another_digest(token_ids):
 @pytest.mark.parametrize("named", [True, False])
 def test_the_answer_for_another_prompt_is_refused_at_once(named):
     leg = prefill_leg({"do_remote_decode": True} | ({"transfer_id": "t"} if named else {}), "p-00000000", [1, 2])
-    said = answer(engine_id="p0", request_id="p-00000000", leg=leg, sources={(0, 0): Source(("h", 5))}, num_tokens=2)
+    sources = {(0, 0): Source(("h", 5))}
+    said = answer(engine_id="p0", request_id="p-00000000", leg=leg, sources=sources, num_tokens=2, lease_s=9.0)
     assert decode_leg(said, "d-11111111", [1, 2]).transfer_id in leg.transfer_ids
     with pytest.raises(BadParams, match="prefill engine 'p0' computed another prompt"):
         decode_leg(said, "d-11111111", [1, 3])
@@ -145,6 +147,12 @@ def test_a_name_must_fit_into_a_message_with_its_digest():
         {"remote_sources": [[0, -1, "h", 5, ""]]},
         {"remote_sources": [[0, 0, "h", 0, ""]]},
         {"remote_sources": [[0, 0, "h", 5, 7]]},
+        {"remote_sources": []},
+        {"remote_sources": [[0, 1, "h", 5, ""]]},
+        {"remote_sources": [[0, 0, "h", 5, ""], [1, 1, "h", 6, ""]]},
+        {"remote_lease_s": 0},
+        {"remote_lease_s": "9"},
+        {"remote_lease_s": float("nan")},
     ],
 )
 def test_parameters_that_lead_nowhere_are_refused(change):
@@ -155,3 +163,13 @@ def test_parameters_that_lead_nowhere_are_refused(change):
 def test_a_prefill_name_that_cannot_travel_is_refused():
     with pytest.raises(BadParams, match="transfer_id"):
         prefill_leg({"do_remote_decode": True, "transfer_id": ""}, "r")
+
+
+@pytest.mark.parametrize("asked", ["do_remote_decode", "do_remote_prefill"])
+def test_a_server_that_is_asked_for_what_it_does_not_do_says_so(asked):
+    able = {"is_producer": asked == "do_remote_decode", "is_consumer": asked == "do_remote_prefill"}
+    check_role({asked: True}, **able)
+    check_role({asked: False}, is_producer=False, is_consumer=False)
+    check_role(None, is_producer=False, is_consumer=False)
+    with pytest.raises(BadParams, match=f"{asked}: this server's kv_role is neither kv_"):
+        check_role({asked: True}, is_producer=not able["is_producer"], is_consumer=not able["is_consumer"])

@@ -9,7 +9,7 @@ import pytest
 from kvpush.integrations.vllm.decode_scheduler import DecodeScheduler
 from kvpush.integrations.vllm.params import DecodeLeg, Source
 from kvpush.integrations.vllm.pins import Pins
-from kvpush.integrations.vllm.prefill_scheduler import PrefillScheduler
+from kvpush.integrations.vllm.prefill_scheduler import STUCK_S, PrefillScheduler
 from kvpush.integrations.vllm.work import Report
 
 BLOCK = 4
@@ -124,7 +124,7 @@ def test_a_preempted_prompt_goes_on_where_it_stopped(prefill, pool):
     prefill.arrived(request)
     (first,) = step(prefill, request, 8, [7, 8]).chunks
     request.num_computed_tokens, request.num_preemptions = 0, 1
-    prefill.planned({}, lambda _: None)
+    prefill.planned({"another": 1}, lambda _: None)
     request.num_computed_tokens = 4  # of its prefix cache, block 8 has been given to somebody else's prompt, as a copy
     work = step(prefill, request, 2, [7, 20])
     assert not work.withdrawals and chunks(work) == []
@@ -183,10 +183,89 @@ def test_a_push_that_ended_early_gets_no_more_chunks(prefill, pool):
     request = Request(kv_transfer_params=DECODE)
     prefill.arrived(request)
     (chunk,) = step(prefill, request, 4, [7]).chunks
-    prefill.reported(Report(ended_sends=Counter([chunk.send])))  # decode hung up
+    prefill.reported(Report(ended_sends=Counter([chunk.send])))  # decode hung up, or nobody came in time
     assert chunks(step(prefill, request, 6, [7, 8, 9])) == []
-    prefill.finished("r", is_whole=True)
+    assert prefill.finished("r", is_whole=True) is None, "decode computes it"
     assert pool.used == set() and not prefill.is_busy
+
+
+def test_a_push_that_was_lost_after_its_last_chunk_is_not_offered(prefill, pool):
+    request = Request(kv_transfer_params=DECODE)
+    prefill.arrived(request)
+    (chunk,) = step(prefill, request, 10, [7, 8, 9]).chunks
+    prefill.reported(Report(ended_sends=Counter([chunk.send]), lost_sends={chunk.send}))
+    assert prefill.finished("r", is_whole=True) is None
+
+
+def test_a_push_that_decode_was_told_to_give_up_does_not_begin_anew(prefill, pool):
+    """Its receive has failed. A second push would keep its blocks for a whole lease, for nobody."""
+    prefill.has_prefix_cache = False
+    request = Request(kv_transfer_params=DECODE)
+    prefill.arrived(request)
+    (first,) = step(prefill, request, 8, [7, 8]).chunks
+    request.num_computed_tokens, request.num_preemptions = 0, 1
+    (second,) = step(prefill, request, 6, [20, 21]).chunks
+    prefill.reported(Report(ended_sends=Counter([first.send]), lost_sends={first.send}))
+    work = step(prefill, request, 4, [20, 21, 22])
+    assert (work.withdrawals, chunks(work)) == ([second.send], [])
+    prefill.reported(Report(ended_sends=Counter([second.send])))
+    assert prefill.finished("r", is_whole=True) is None
+    assert pool.used == set() and not prefill.is_busy
+
+
+def preempted(prefill, *names):
+    """Prompts of which a half is pushed, and which have lost their blocks."""
+    found = [Request(name, kv_transfer_params=DECODE | {"transfer_id": name}) for name in names]
+    for number, request in enumerate(found):
+        prefill.arrived(request)
+        step(prefill, request, 8, [10 * number, 10 * number + 1])
+        request.num_computed_tokens, request.num_preemptions = 0, 1
+    return found
+
+
+def test_when_nothing_can_run_the_newest_that_was_preempted_begins_anew(prefill, pool, clock):
+    prefill.clock = clock
+    preempted(prefill, "a", "b")
+    prefill.planned({"another": 1}, lambda _: None)
+    prefill.planned({}, lambda _: None)
+    clock.now_s += STUCK_S / 2
+    prefill.planned({"another": 1}, lambda _: None)
+    prefill.planned({}, lambda _: None)
+    clock.now_s += STUCK_S / 2
+    prefill.planned({}, lambda _: None)
+    assert prefill.take_work().withdrawals == [], "it has stood still for less than that"
+    clock.now_s += STUCK_S
+    prefill.planned({}, lambda _: None)
+    (withdrawn,) = prefill.take_work().withdrawals
+    clock.now_s += STUCK_S
+    prefill.planned({}, lambda _: None)
+    assert prefill.take_work().withdrawals == [], "its blocks may be enough"
+    prefill.reported(Report(ended_sends=Counter([withdrawn])))
+    assert pool.used == {0, 1}
+    prefill.planned({}, lambda _: None)
+    assert len(prefill.take_work().withdrawals) == 1
+
+
+def test_a_prompt_that_runs_or_is_whole_is_not_in_anybody_s_way(prefill, clock):
+    prefill.clock = clock
+    whole, running = (Request(name, kv_transfer_params=DECODE | {"transfer_id": name}) for name in "ab")
+    for request, num_tokens in ((whole, 10), (running, 8)):
+        prefill.arrived(request)
+        step(prefill, request, num_tokens, [7, 8, 9][: num_tokens // 3])
+        request.num_preemptions = 1
+    whole.num_computed_tokens = 0
+    for _ in range(3):
+        prefill.planned({}, lambda _: None)
+        clock.now_s += STUCK_S
+    assert prefill.take_work().withdrawals == []
+
+
+def test_without_a_prefix_cache_what_was_just_preempted_is_about_to_come_back(prefill):
+    """vLLM asks before the step that withdraws it: else it preempts whoever asks, and both begin anew, for ever."""
+    preempted(prefill, "a")
+    assert not prefill.has_blocks_about_to_come_back, "the prefix cache has them"
+    prefill.has_prefix_cache = False
+    assert prefill.has_blocks_about_to_come_back
 
 
 # --- decode ----------------------------------------------------------------------------------------------------------
@@ -206,7 +285,7 @@ def clock():
 
 @pytest.fixture
 def decode(pool, clock):
-    scheduler = DecodeScheduler(BLOCK, lease_s=30.0, clock=clock)
+    scheduler = DecodeScheduler(BLOCK, lease_s=30.0, receive_deadline_s=120.0, clock=clock)
     scheduler.pins.bind(pool)
     scheduler.take_work()  # so that the next renewal is a while away
     return scheduler
@@ -368,3 +447,18 @@ def test_pins_are_per_key(pool):
 def test_pins_need_a_pool():
     with pytest.raises(RuntimeError, match="block pool"):
         Pins().add("a", [1])
+
+
+def test_two_servers_that_wait_for_each_other_do_not_keep_each_other_s_blocks_for_ever(decode, clock):
+    decode.arrived(Request("a", kv_transfer_params=dict(SOURCE)))
+    clock.now_s += decode.receive_deadline_s - 1
+    assert len(decode.take_work().renewals) == 1
+    clock.now_s += decode.lease_s
+    assert decode.take_work().renewals == []
+
+
+def test_leases_are_renewed_as_often_as_the_shortest_needs(decode, clock):
+    decode.arrived(Request("a", kv_transfer_params=SOURCE | {"remote_lease_s": 3.0}))
+    decode.arrived(Request("b", kv_transfer_params=SOURCE | {"remote_lease_s": 300.0, "transfer_id": "u"}))
+    clock.now_s += 1.0
+    assert len(decode.take_work().renewals) == 1

@@ -90,30 +90,35 @@ def chunk(send=1, ids=("t",), first=0, blocks=(7,), last=True):
     return PushChunk(send, ids, first, blocks, last)
 
 
+def over(prefill):
+    numbers, _ = prefill.poll()
+    return numbers
+
+
 def test_chunks_are_handed_on_and_the_end_is_told_once(prefill, scribe):
     prefill.push(chunk(last=False), None)
     prefill.push(chunk(first=1, blocks=(8,)), None)
     assert scribe.take() == [("push", "t", 0, (7,), False), ("push", "t", 1, (8,), True)]
     scribe.events = [push_ended("t")]
-    assert prefill.poll() == [1] and prefill.poll() == [] and prefill.num_sends == 0
+    assert over(prefill) == [1] and over(prefill) == [] and prefill.num_sends == 0
 
 
 def test_blocks_that_are_held_end_the_send_when_they_are_released(prefill, scribe):
     prefill.push(chunk(), None)
     scribe.events = [push_ended("t", Outcome.failed, reusable=False)]
-    assert prefill.poll() == []
+    assert over(prefill) == []
     scribe.events = [released("t")]
-    assert prefill.poll() == [1]
+    assert over(prefill) == [1]
 
 
 def test_the_name_that_decode_asks_for_decides(prefill, scribe, tally):
     prefill.push(chunk(ids=("r-0", "r")), None)
     assert sorted(scribe.take()) == [("push", "r", 0, (7,), True), ("push", "r-0", 0, (7,), True)]
     scribe.events = [push_ended("r-0")]
-    assert prefill.poll() == []
+    assert over(prefill) == []
     assert scribe.take() == [("cancel", "r")]
     scribe.events = [push_ended("r", Outcome.cancelled, engine_id=None)]
-    assert prefill.poll() == [1]
+    assert over(prefill) == [1]
     assert tally.take() == {"pushes_done": 1, "pushed_bytes": 10, "push_s": [0.5]}
 
 
@@ -121,7 +126,7 @@ def test_a_name_that_nobody_asked_for_leaves_the_other_alone(prefill, scribe):
     prefill.push(chunk(ids=("r-0", "r")), None)
     scribe.take()
     scribe.events = [push_ended("r", Outcome.expired, engine_id=None)]
-    assert prefill.poll() == [] and scribe.take() == []
+    assert over(prefill) == [] and scribe.take() == []
 
 
 def test_the_end_of_its_own_name_is_the_end_of_a_send(prefill, scribe):
@@ -129,9 +134,9 @@ def test_the_end_of_its_own_name_is_the_end_of_a_send(prefill, scribe):
     prefill.push(chunk(2, ids=("r-1", "r")), None)
     scribe.take()
     scribe.events = [push_ended("r-1", Outcome.expired, engine_id=None)]
-    assert prefill.poll() == [2], "it does not wait for its turn with the name that both share"
+    assert over(prefill) == [2], "it does not wait for its turn with the name that both share"
     scribe.events = [push_ended("r-0", Outcome.expired, engine_id=None)]
-    assert prefill.poll() == [] and scribe.take() == [("cancel", "r")]
+    assert over(prefill) == [] and scribe.take() == [("cancel", "r")]
 
 
 def test_a_withdrawn_send_is_cancelled_once(prefill, scribe):
@@ -150,12 +155,12 @@ def test_a_second_send_of_the_same_name_waits_for_the_end_of_the_first(prefill, 
     prefill.push(chunk(2, first=1, blocks=(21,)), None)
     assert scribe.take() == [("push", "t", 0, (7,), False), ("cancel", "t")]
     scribe.events = [push_ended("t", Outcome.cancelled, reusable=False)]
-    assert prefill.poll() == [] and scribe.take() == []
+    assert over(prefill) == [] and scribe.take() == []
     scribe.events = [released("t")]
-    assert prefill.poll() == [1]
+    assert over(prefill) == [1]
     assert scribe.take() == [("push", "t", 0, (20,), False), ("push", "t", 1, (21,), True)]
     scribe.events = [push_ended("t")]
-    assert prefill.poll() == [2]
+    assert over(prefill) == [2]
 
 
 def test_a_send_that_is_withdrawn_while_it_waits_was_never_begun(prefill, scribe):
@@ -163,16 +168,16 @@ def test_a_send_that_is_withdrawn_while_it_waits_was_never_begun(prefill, scribe
     prefill.push(chunk(2), None)
     scribe.take()
     prefill.withdraw(2)
-    assert scribe.take() == [] and prefill.poll() == [2]
+    assert scribe.take() == [] and over(prefill) == [2]
 
 
 def test_a_send_that_the_library_does_not_take_is_over_at_once(prefill, scribe, tally):
     scribe.error = QueueFull("full")
     prefill.push(chunk(last=False), None)
     assert scribe.take() == [("cancel", "t")], "decode hears of it"
-    assert prefill.poll() == [1] and tally.take() == {"pushes_rejected": 1}
+    assert over(prefill) == [1] and tally.take() == {"pushes_rejected": 1}
     prefill.push(chunk(first=1), None)
-    assert scribe.take() == [] and prefill.poll() == [] and prefill.num_sends == 0
+    assert scribe.take() == [] and over(prefill) == [] and prefill.num_sends == 0
 
 
 def test_a_later_chunk_that_is_not_taken_ends_the_push(prefill, scribe):
@@ -180,7 +185,60 @@ def test_a_later_chunk_that_is_not_taken_ends_the_push(prefill, scribe):
     scribe.error = UsageError("no")
     prefill.push(chunk(first=1), None)
     assert scribe.take() == [("push", "t", 0, (7,), False), ("cancel", "t")]
-    assert prefill.poll() == [], "its event comes"
+    assert over(prefill) == [], "its event comes"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "engine_id", "withdrawn", "lost"),
+    [
+        (Outcome.done, "d0", False, False),
+        (Outcome.done, "d0", True, False),
+        (Outcome.expired, None, False, True),
+        (Outcome.failed, "d0", False, True),
+        (Outcome.cancelled, "d0", False, True),
+        (Outcome.cancelled, "d0", True, True),  # decode was told
+        (Outcome.cancelled, None, True, False),  # nobody has asked for it: it may begin anew
+    ],
+)
+def test_a_send_that_decode_did_not_get_and_will_not_get_is_lost(prefill, scribe, outcome, engine_id, withdrawn, lost):
+    prefill.push(chunk(ids=("r-0", "r")), None)
+    if withdrawn:
+        prefill.withdraw(1)
+    scribe.events = [
+        push_ended("r-0", outcome, engine_id=engine_id),
+        push_ended("r", Outcome.cancelled, engine_id=None),
+    ]
+    assert prefill.poll() == ([1], {1} if lost else set())
+    assert prefill.poll() == ([], set())
+
+
+def test_a_send_that_the_library_does_not_take_is_lost(prefill, scribe):
+    scribe.error = QueueFull("full")
+    prefill.push(chunk(), None)
+    assert prefill.poll() == ([1], {1})
+
+
+def test_a_push_that_ends_badly_is_said_once_whatever_it_goes_by(prefill, scribe, caplog):
+    prefill.push(chunk(ids=("r-0", "r")), None)
+    scribe.events = [push_ended(name, Outcome.expired, engine_id=None) for name in ("r", "r-0")]
+    prefill.poll()
+    assert [record.getMessage() for record in caplog.records] == ["push r-0: expired: because"]
+
+
+def test_any_number_of_sends_and_receives_may_wait_for_one_name(prefill, decode, scribe):
+    """And the library may take none of them."""
+    for number in range(2000):
+        prefill.push(chunk(number), None)
+        decode.expect(expect(f"r{number}"))
+    scribe.events = [push_ended("t")]
+    scribe.push = scribe.expect = refuse
+    assert len(over(prefill)) == 2000
+    scribe.events = [receive_ended("t")]
+    assert len(decode.poll().finished) == 2000
+
+
+def refuse(*args, **kwargs):
+    raise QueueFull("full")
 
 
 def test_names_in_use_are_not_refused(prefill, scribe):

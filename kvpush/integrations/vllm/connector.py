@@ -36,7 +36,7 @@ from kvpush.integrations.vllm.caches import Blocks, kernel_block_size_tokens, na
 from kvpush.integrations.vllm.decode_scheduler import DecodeScheduler
 from kvpush.integrations.vllm.decode_worker import DecodeWorker
 from kvpush.integrations.vllm.metrics import KvPushMetrics, KvPushStats
-from kvpush.integrations.vllm.params import BadParams, Source
+from kvpush.integrations.vllm.params import BadParams, Source, check_role
 from kvpush.integrations.vllm.prefill_scheduler import PrefillScheduler
 from kvpush.integrations.vllm.prefill_worker import PrefillWorker
 from kvpush.integrations.vllm.settings import Settings
@@ -132,6 +132,7 @@ class KvPushConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: Any) -> None:
         """Read its parameters. One whose parameters make no sense is computed here."""
         try:
+            check_role(request.kv_transfer_params, is_producer=self._is_producer, is_consumer=self._is_consumer)
             if self._is_producer:
                 self._scheduling.prefill.arrived(request)
             if self._is_consumer:
@@ -279,8 +280,9 @@ class _Scheduler:
             vllm_config.parallel_config.world_size,
             settings.push_chunks,
             bool(vllm_config.cache_config.enable_prefix_caching),
+            lease_s=settings.config.lease_s,
         )
-        self.decode = DecodeScheduler(block_size_tokens, settings.config.lease_s)
+        self.decode = DecodeScheduler(block_size_tokens, settings.config.lease_s, settings.config.receive_deadline_s)
 
     def step(self, scheduler_output: SchedulerOutput) -> StepWork:
         """A step was planned."""
@@ -392,7 +394,9 @@ class _Worker:
         """What vLLM has to know of."""
         results = KVConnectorTransferResults()
         if self._prefill is not None:
-            self._report.ended_sends.update(self._prefill.poll())
+            ended, lost = self._prefill.poll()
+            self._report.ended_sends.update(ended)
+            self._report.lost_sends |= lost
         if self._decode is not None:
             ends = self._decode.poll(may_wait=self._is_idle)
             results.finished_recving, results.failed_recving = ends.finished, ends.failed

@@ -6,6 +6,9 @@ its KV is never asked for, and a prompt that is cached up to there needs nothing
 
 A prompt that is to be answered several times (``n``, or twice in a list) comes as several requests with one transfer.
 Prefill pushes it once. So one of them receives it, and the others wait for that and find it in the prefix cache.
+
+While a request queues here, prefill's lease is renewed, so that its KV is there when its turn comes. Not for longer
+than a receive may take: prefill may be what it waits for, when two servers are full of what each keeps for the other.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class _Prompt:
 
     request: Request
     leg: DecodeLeg
+    arrived_s: float
     is_asked: bool = False  # the transfer was registered, or declined
     has_come: bool = False  # for another request with the same transfer, which has been waited for
     num_cached_tokens: int = 0  # that were here when the rest was offered
@@ -68,7 +72,8 @@ class DecodeScheduler:
     """Bookkeeping of the prompts that are received."""
 
     block_size_tokens: int
-    lease_s: float
+    lease_s: float  # the shortest of any prefill engine that has said its own
+    receive_deadline_s: float
     clock: Callable[[], float] = time.monotonic
     pins: Pins[str] = field(default_factory=Pins)
     _prompts: dict[str, _Prompt] = field(default_factory=dict)  # by request id
@@ -83,7 +88,8 @@ class DecodeScheduler:
         params = request.kv_transfer_params
         leg = decode_leg(params, request.request_id, request.prompt_token_ids)
         if leg is not None:
-            self._prompts[request.request_id] = _Prompt(request, leg)
+            self._prompts[request.request_id] = _Prompt(request, leg, self.clock())
+            self.lease_s = min(self.lease_s, leg.lease_s or self.lease_s)
         return leg is not None
 
     def num_missing_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
@@ -172,7 +178,7 @@ class DecodeScheduler:
         self._renewed_s = now_s
         waiting: dict[tuple[Any, ...], list[DecodeLeg]] = {}
         for prompt in self._prompts.values():
-            if not prompt.is_asked:
+            if not prompt.is_asked and now_s < prompt.arrived_s + self.receive_deadline_s:
                 leg = prompt.leg
                 waiting.setdefault((leg.engine_id, *sorted(leg.addresses.items())), []).append(leg)
         for legs in waiting.values():

@@ -65,10 +65,11 @@ class DecodeWorker:
             self._receives[expect.request_id] = receive
         users = self._users.setdefault(receive.transfer_id, deque())
         users.append(receive)
-        if users[0] is receive:
-            self._begin(receive)
+        if users[0] is receive and not self._begin(receive):
+            self._over(receive)
 
-    def _begin(self, receive: _Receive) -> None:
+    def _begin(self, receive: _Receive) -> bool:
+        """Whether the library took it. Else it is reported, and over."""
         expect = receive.expect
         try:
             self._receiver.expect(
@@ -84,7 +85,8 @@ class DecodeWorker:
             logger.warning("request %s: %s", expect.request_id, exc)
             self._tally.count("receives_rejected")
             self._report(receive, is_failed=True)
-            self._over(receive)
+            return False
+        return True
 
     def cancel(self, request_id: str) -> None:
         """The request is gone. Its blocks are reported once nothing writes into them."""
@@ -160,10 +162,10 @@ class DecodeWorker:
         users = self._users[receive.transfer_id]
         was_using_it = users[0] is receive
         users.remove(receive)
+        while was_using_it and users and not self._begin(users[0]):
+            users.popleft()
         if not users:
             del self._users[receive.transfer_id]
-        elif was_using_it:
-            self._begin(users[0])
 
     @property
     def num_receives(self) -> int:

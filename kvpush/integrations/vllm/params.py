@@ -67,6 +67,7 @@ class DecodeLeg:
     transfer_id: str  # what the library knows it by
     engine_id: str
     sources: dict[Rank, Source]
+    lease_s: float = 0.0  # for which prefill keeps the blocks, where it has said so
 
     @property
     def addresses(self) -> dict[Rank, Address]:
@@ -90,6 +91,16 @@ def prompt_digest(token_ids: Sequence[int] | None) -> str:
     if token_ids is None:
         return ""
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def check_role(params: Mapping[str, Any] | None, *, is_producer: bool, is_consumer: bool) -> None:
+    """Raise BadParams where a request asks for what this server does not do: a router that has mixed two up."""
+    for asked, is_able, role in (
+        ("do_remote_decode", is_producer, "kv_producer"),
+        ("do_remote_prefill", is_consumer, "kv_consumer"),
+    ):
+        if params and params.get(asked) and not is_able:
+            raise BadParams(f"{asked}: this server's kv_role is neither {role} nor kv_both")
 
 
 def _transfer_id(name: str, digest: str) -> str:
@@ -126,11 +137,17 @@ def decode_leg(
     if params.get("remote_prompt_digest", digest) != digest:
         raise BadParams(f"prefill engine {params.get('remote_engine_id')!r} computed another prompt as {name!r}")
     engine_id = _name(params.get("remote_engine_id"), "remote_engine_id")
-    return DecodeLeg(_transfer_id(name, digest), engine_id, _sources(params))
+    return DecodeLeg(_transfer_id(name, digest), engine_id, _sources(params), _lease(params.get("remote_lease_s")))
 
 
 def answer(
-    *, engine_id: str, request_id: str, leg: PrefillLeg, sources: Mapping[Rank, Source], num_tokens: int
+    *,
+    engine_id: str,
+    request_id: str,
+    leg: PrefillLeg,
+    sources: Mapping[Rank, Source],
+    num_tokens: int,
+    lease_s: float,
 ) -> dict[str, Any]:
     """What prefill's answer brings: parameters that a router hands to decode as they are."""
     ranks = sorted(sources)
@@ -147,6 +164,7 @@ def answer(
         "pp_size": 1 + max((pp for pp, _ in ranks), default=0),
         "remote_num_tokens": num_tokens,
         "remote_prompt_digest": leg.prompt_digest,
+        "remote_lease_s": lease_s,
         "remote_sources": [[*rank, *sources[rank].address, sources[rank].incarnation] for rank in ranks],
         "transfer_mode": "push",
     }
@@ -160,10 +178,12 @@ def _sources(params: Mapping[str, Any]) -> dict[Rank, Source]:
     listed = params.get("remote_sources")
     try:
         if listed is not None:
-            return {
-                (_count(pp), _count(tp)): Source(parse_address((host, port)).address, _text(incarnation))
-                for pp, tp, host, port, incarnation in listed
-            }
+            return _complete(
+                {
+                    (_count(pp), _count(tp)): Source(parse_address((host, port)).address, _text(incarnation))
+                    for pp, tp, host, port, incarnation in listed
+                }
+            )
         host, first_port = params.get("remote_host"), _port(params.get("remote_port"))
         num_tp, num_pp = _size(params.get("tp_size")), _size(params.get("pp_size"))
         if num_tp * num_pp > MAX_RANKS:
@@ -175,6 +195,24 @@ def _sources(params: Mapping[str, Any]) -> dict[Rank, Source]:
         }
     except (ConfigurationError, TypeError, ValueError) as exc:
         raise BadParams(str(exc)) from exc
+
+
+def _complete(sources: dict[Rank, Source]) -> dict[Rank, Source]:
+    """An answer names every rank of its engine."""
+    pp_size, tp_size = (1 + max((rank[i] for rank in sources), default=0) for i in (0, 1))
+    if len(sources) != pp_size * tp_size:
+        raise BadParams(
+            f"remote_sources has ranks (pp, tp) {sorted(sources)[:8]}, and not all of {pp_size} x {tp_size}"
+        )
+    return sources
+
+
+def _lease(value: object) -> float:
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise BadParams(f"remote_lease_s={value!r} must be a number of seconds")
+    return float(value)
 
 
 def _name(value: object, what: str, digest: str = "") -> str:

@@ -4,11 +4,17 @@ A prompt is pushed as its chunks are computed: after the step that completes a b
 are pinned from that step until every worker has said that the push is over (:mod:`kvpush.integrations.vllm.pins`).
 A request that is preempted loses its blocks, but the pins keep those that were pushed as they are. When it runs again,
 vLLM finds them in its prefix cache, and the push goes on where it stopped. Without a prefix cache the prompt needs room
-for all of it once more, so the push is withdrawn and begins anew.
+for all of it once more, so the push is withdrawn and begins anew. The same when nothing can run any more, since the
+pins of what was preempted are in the way.
+
+A push that decode has not got, and that decode was told of or came too late for, is *lost*: it is not begun again, and
+the answer brings no parameters, so that decode computes the prompt.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,6 +22,8 @@ from typing import Any, Protocol
 from kvpush.integrations.vllm.params import PrefillLeg, Rank, Source, answer, prefill_leg
 from kvpush.integrations.vllm.pins import Pins
 from kvpush.integrations.vllm.work import PushChunk, Report, StepWork
+
+STUCK_S = 0.2  # without anything that runs: longer than blocks take that are on their way back
 
 
 class Request(Protocol):
@@ -56,12 +64,14 @@ class _Prompt:
     send: int | None = None  # the attempt that chunks are pushed under
     num_pushed: int = 0  # positions
     is_complete: bool = False  # the last chunk has been handed over
+    is_lost: bool = False
 
 
 @dataclass(slots=True)
 class _Send:
     """One attempt, until all workers have reported its end."""
 
+    prompt: _Prompt
     num_workers_left: int
     is_withdrawn: bool = False
 
@@ -75,11 +85,14 @@ class PrefillScheduler:
     num_workers: int
     push_chunks: bool = True
     has_prefix_cache: bool = True
+    lease_s: float = 30.0
+    clock: Callable[[], float] = time.monotonic
     pins: Pins[int] = field(default_factory=Pins)
     sources: Mapping[Rank, Source] = field(default_factory=dict)  # this engine's ranks
     _prompts: dict[str, _Prompt] = field(default_factory=dict)  # by request id
     _sends: dict[int, _Send] = field(default_factory=dict)
     _last_send: int = 0
+    _stuck_since_s: float = math.inf
     _work: StepWork = field(default_factory=StepWork)
 
     def arrived(self, request: Request) -> bool:
@@ -96,18 +109,35 @@ class PrefillScheduler:
                 self._preempted(prompt)
         for request_id, num_tokens in scheduled.items():
             prompt_here = self._prompts.get(request_id)
-            if prompt_here is not None and not prompt_here.is_complete:
+            if prompt_here is not None and not (prompt_here.is_complete or prompt_here.is_lost):
                 self._computed(prompt_here, num_tokens, block_ids_of)
+        self._make_room(is_stuck=not scheduled)
 
     def _preempted(self, prompt: _Prompt) -> None:
         prompt.num_preemptions = prompt.request.num_preemptions
         if not (prompt.is_complete or self.has_prefix_cache):
             self._withdraw(prompt)
 
+    def _make_room(self, *, is_stuck: bool) -> None:
+        """If nothing can run because prompts were preempted half pushed, the newest of them begins anew."""
+        now_s = self.clock()
+        self._stuck_since_s = min(self._stuck_since_s, now_s) if is_stuck else math.inf
+        if now_s < self._stuck_since_s + STUCK_S or self._is_withdrawing:
+            return
+        for prompt in reversed(self._prompts.values()):
+            if prompt.send in self._sends and not prompt.is_complete and self._is_out(prompt):
+                self._withdraw(prompt)
+                return
+
+    @staticmethod
+    def _is_out(prompt: _Prompt) -> bool:
+        """It was preempted, and has not run since."""
+        return prompt.request.num_preemptions > 0 and not prompt.request.num_computed_tokens
+
     def _computed(self, prompt: _Prompt, num_tokens: int, block_ids_of: Callable[[str], Sequence[int] | None]) -> None:
         request = prompt.request
         if prompt.send is not None and prompt.send not in self._sends:
-            prompt.is_complete = True  # the push ended early, and decode knows: there is nothing to add to it
+            prompt.is_lost = True  # it ended early: there is nothing to add to it
             return
         end_tokens = request.num_computed_tokens + num_tokens
         is_last = end_tokens >= request.num_prompt_tokens
@@ -125,7 +155,7 @@ class PrefillScheduler:
             self._last_send += 1
             prompt.send = self._last_send
             prompt.num_preemptions = request.num_preemptions
-            self._sends[prompt.send] = _Send(self.num_workers)
+            self._sends[prompt.send] = _Send(prompt, self.num_workers)
         self.pins.add(prompt.send, new_ids)
         self._work.chunks.append(PushChunk(prompt.send, prompt.leg.transfer_ids, prompt.num_pushed, new_ids, is_last))
         prompt.num_pushed = end_block
@@ -136,18 +166,19 @@ class PrefillScheduler:
         prompt = self._prompts.pop(request_id, None)
         if prompt is None:
             return None
-        if prompt.is_complete and is_whole:
+        if prompt.is_complete and is_whole and not prompt.is_lost:
             return answer(
                 engine_id=self.engine_id,
                 request_id=request_id,
                 leg=prompt.leg,
                 sources=self.sources,
                 num_tokens=prompt.request.num_prompt_tokens,
+                lease_s=self.lease_s,
             )
-        if prompt.send is None:  # decode may wait for it already
-            self._work.refusals.append(prompt.leg.transfer_ids)
-        else:
+        if prompt.send is not None:
             self._withdraw(prompt)
+        elif not prompt.is_lost:  # decode may wait for it already
+            self._work.refusals.append(prompt.leg.transfer_ids)
         return None
 
     def _withdraw(self, prompt: _Prompt) -> None:
@@ -160,6 +191,11 @@ class PrefillScheduler:
 
     def reported(self, report: Report) -> None:
         """Workers have seen the ends of sends."""
+        for number in report.lost_sends & self._sends.keys():
+            prompt = self._sends[number].prompt
+            prompt.is_lost = True
+            if prompt.send is not None and prompt.send != number:  # it has begun anew, for nobody
+                self._withdraw(prompt)
         for number, num_workers in report.ended_sends.items():
             send = self._sends.get(number)
             if send is None:
@@ -181,5 +217,18 @@ class PrefillScheduler:
 
     @property
     def has_blocks_about_to_come_back(self) -> bool:
-        """Whether waiting a moment may free blocks that nobody needs any more."""
+        """Whether waiting a moment may free blocks that nobody needs any more. vLLM asks this while it preempts, before
+        the step that will withdraw the push of what it has preempted."""
+        return self._is_withdrawing or (
+            not self.has_prefix_cache
+            and any(
+                prompt.send in self._sends
+                and not prompt.is_complete
+                and prompt.request.num_preemptions != prompt.num_preemptions
+                for prompt in self._prompts.values()
+            )
+        )
+
+    @property
+    def _is_withdrawing(self) -> bool:
         return any(send.is_withdrawn for send in self._sends.values())

@@ -27,6 +27,7 @@ class _Send:
     open_ids: set[str]  # transfer ids that are not over
     is_given_up: bool = False
     is_counted: bool = False
+    is_lost: bool = False  # decode does not get it, and either knows that or had not asked for it in time
     parked: deque[tuple[PushChunk, Fence | None]] = field(default_factory=deque)
 
 
@@ -39,6 +40,7 @@ class PrefillWorker:
         self._sends: dict[int, _Send] = {}
         self._users: dict[str, deque[_Send]] = {}  # transfer id -> its sends; the first uses it, the others wait
         self._ended: list[int] = []
+        self._lost: set[int] = set()
 
     def withdraw(self, number: int) -> None:
         """Give a send up. It is over as soon as nothing reads its blocks."""
@@ -64,10 +66,12 @@ class PrefillWorker:
                 self._users.setdefault(transfer_id, deque()).append(send)
         send.parked.append((chunk, ready))
         for transfer_id in list(send.open_ids):
-            if self._users[transfer_id][0] is send:
-                self._push_as(send, transfer_id, chunk, ready)
+            if self._users[transfer_id][0] is send and not self._push_as(transfer_id, chunk, ready):
+                send.is_lost = True
+                self._over(send, transfer_id)
 
-    def _push_as(self, send: _Send, transfer_id: str, chunk: PushChunk, ready: Fence | None) -> None:
+    def _push_as(self, transfer_id: str, chunk: PushChunk, ready: Fence | None) -> bool:
+        """``False``: nothing of it was taken, so no event will come."""
         try:
             self._pusher.push(
                 transfer_id, list(chunk.block_ids), first_block=chunk.first_block, last=chunk.last, ready=ready
@@ -76,11 +80,11 @@ class PrefillWorker:
             logger.warning("%s", exc)
             self._tally.count("pushes_rejected")
             self._pusher.cancel(transfer_id)  # ends what earlier chunks began, and tells decode
-            if chunk.first_block == 0:
-                self._over(send, transfer_id)  # nothing of it was taken: no event will come
+            return chunk.first_block > 0
+        return True
 
-    def poll(self) -> list[int]:
-        """Sends that are over since the last call, each once."""
+    def poll(self) -> tuple[list[int], set[int]]:
+        """Sends that are over since the last call, each once; and those of them that are lost."""
         for event in self._pusher.poll():
             users = self._users.get(event.transfer_id)
             if users is None:
@@ -90,12 +94,14 @@ class PrefillWorker:
             if isinstance(event, kvpush.BlocksReleased) or event.blocks_reusable:
                 self._over(users[0], event.transfer_id)
         ended, self._ended = self._ended, []
-        return ended
+        lost, self._lost = self._lost, set()
+        return ended, lost
 
     def _finished(self, send: _Send, event: kvpush.PushFinished) -> None:
         if event.engine_id is not None or event.transfer_id == send.main_id:
             if not send.is_counted:  # one send, one outcome, whatever it goes by
                 send.is_counted = True
+                send.is_lost = event.outcome != kvpush.Outcome.done and not (send.is_given_up and not event.engine_id)
                 self._tally.pushed(event)
                 if event.outcome not in (kvpush.Outcome.done, kvpush.Outcome.cancelled):
                     logger.warning("push %s: %s: %s", event.transfer_id, event.outcome, event.reason)
@@ -110,22 +116,27 @@ class PrefillWorker:
 
     def _over(self, send: _Send, transfer_id: str) -> None:
         """This id of a send is over; the next send that goes by it may begin."""
-        send.open_ids.discard(transfer_id)
         users = self._users[transfer_id]
         was_using_it = users[0] is send
         users.remove(send)
+        self._close(send, transfer_id)
+        while was_using_it and users and not self._begin(users[0], transfer_id):
+            users[0].is_lost = True
+            self._close(users.popleft(), transfer_id)
+        if not users:
+            del self._users[transfer_id]
+
+    def _close(self, send: _Send, transfer_id: str) -> None:
+        send.open_ids.discard(transfer_id)
         if not send.open_ids:
             del self._sends[send.number]
             self._ended.append(send.number)
-        if not users:
-            del self._users[transfer_id]
-        elif was_using_it:
-            self._begin(users[0], transfer_id)
+            if send.is_lost:
+                self._lost.add(send.number)
 
-    def _begin(self, successor: _Send, transfer_id: str) -> None:
-        for chunk, ready in list(successor.parked):
-            if transfer_id in successor.open_ids:
-                self._push_as(successor, transfer_id, chunk, ready)
+    def _begin(self, send: _Send, transfer_id: str) -> bool:
+        """Push what has waited. ``False``: nothing of it was taken."""
+        return all(self._push_as(transfer_id, chunk, ready) for chunk, ready in send.parked)
 
     @property
     def num_sends(self) -> int:

@@ -64,12 +64,14 @@ class Report:
     """From the workers to the scheduler, added up over all of them: by how many of them each was reported."""
 
     ended_sends: Counter[int] = field(default_factory=Counter)  # their blocks are reusable
+    lost_sends: set[int] = field(default_factory=set)  # those of them that decode did not get
     held: Counter[str] = field(default_factory=Counter)  # failed requests whose blocks a late WRITE may touch
     released: Counter[str] = field(default_factory=Counter)  # those whose blocks are quiet now
 
     def add(self, other: Report) -> Report:
         """The sum, in place."""
         self.ended_sends += other.ended_sends
+        self.lost_sends |= other.lost_sends
         self.held += other.held
         self.released += other.released
         return self
