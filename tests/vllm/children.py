@@ -85,6 +85,12 @@ class ForkedProcess:
         if not self._has_ended(timeout_s):
             raise subprocess.TimeoutExpired("an engine of the nursery", timeout_s)
 
+    def end_of_commands(self) -> None:
+        """It sees the end of its standard input, and may still answer."""
+        self.stdin.close()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
     def release(self) -> None:
         """What this side holds of it."""
         self._connection.close()
@@ -291,7 +297,10 @@ class EngineProcess:
         """In order, if it still can."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            if isinstance(self.process, ForkedProcess):
+                self.process.end_of_commands()
+            else:
+                self.process.stdin.close()
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
             try:
