@@ -537,7 +537,9 @@ class PrefillCore:
         if owed is None:
             return False
         owed.is_drain_owed = True
-        owed.link = link  # decode may have come back on a new one
+        if owed.link is not link:  # decode came back on a new one
+            self._registrations.end(owed)  # what it took was the old one's
+            owed.link = link
         return True
 
     def _renew(self, link: Link, message: wire.Renew, now_s: float) -> None:
