@@ -105,7 +105,6 @@ class Endings:
     def begin_end(self, push: Push, cause: Cause, now_s: float) -> None:
         """Keep the cause, post nothing more, and tell decode at once when a WRITE is still in flight."""
         push.cause = cause
-        self._timers.cancel(LeaseEnd(push.transfer_id))
         self._leave_lines(push)
         if push.is_in_flight:
             PUSH.fire(push, PushTrigger.given_up)

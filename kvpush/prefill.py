@@ -145,7 +145,7 @@ class PrefillCore:
             return self._outbox.take()
         push.chunks.append(Chunk(parts, fenced))
         push.is_last_known = push.is_last_known or last
-        push.lease_until_s = max(push.lease_until_s, now_s + self._config.lease_s)
+        push.lease_until_s = now_s + self._config.lease_s
         for leg in push.legs.values():
             leg.cut(len(push.chunks) - 1, self._cut)
         self._advance(push, now_s)
@@ -200,8 +200,7 @@ class PrefillCore:
         for link in links:
             self._end_registrations(link, FailureCode.engine_dropped, reason, now_s, tell=True)
         for link in links:
-            if link.generation is not None:
-                self._absorb(self._registry.retire(link.generation, StaleReason.dropped, reason), now_s)
+            self._absorb(self._registry.retire(link.generation, StaleReason.dropped, reason), now_s)
         return self._outbox.take()
 
     def drain(self, now_s: float) -> list[Effect]:
@@ -223,8 +222,7 @@ class PrefillCore:
         for push in list(self._pushes.values()):
             self._endings.give_up(push, cause, now_s)
         for link in list(self._links.values()):
-            if link.generation is not None:
-                self._absorb(self._registry.retire(link.generation, StaleReason.closing, cause.reason), now_s)
+            self._absorb(self._registry.retire(link.generation, StaleReason.closing, cause.reason), now_s)
         return self._outbox.take()
 
     def abandon(self, now_s: float) -> list[Effect]:
@@ -259,8 +257,7 @@ class PrefillCore:
             self.counters["messages_before_hello"] += 1
             self._outbox.add(Send(link, wire.Goodbye("this link is not known here: say Hello first")))
         else:
-            if known.generation is not None:
-                self._registry.heard(known.generation, activity=not isinstance(message, wire.Heartbeat))
+            self._registry.heard(known.generation, activity=not isinstance(message, wire.Heartbeat))
             self._dispatch(known, message, now_s)
         return self._outbox.take()
 
@@ -290,9 +287,8 @@ class PrefillCore:
             case wire.Metadata():
                 self._metadata(link, message, now_s)
             case wire.MetadataUnavailable():
-                if link.generation is not None:
-                    failure = Failure(message.code, f"engine {link.hello.engine_id!r}: {message.reason}")
-                    self._fail_handshake(link.generation, message.attempt, failure, now_s)
+                failure = Failure(message.code, f"engine {link.hello.engine_id!r}: {message.reason}")
+                self._fail_handshake(link.generation, message.attempt, failure, now_s)
             case wire.Heartbeat():
                 self._outbox.send(link, wire.Heartbeat())
             case wire.Goodbye():
@@ -357,8 +353,8 @@ class PrefillCore:
         generation, effects = self._registry.admit(hello.engine_id, hello.incarnation, _shown(link), new.rank)
         self._absorb(effects, now_s)
         self._namesakes.admitted((hello.engine_id, new.rank), hello.incarnation)
-        self._links.add(new)
         new.generation = generation
+        self._links.add(new)
         ours = self._identity
         self._outbox.send(
             new, wire.Welcome(ours.engine_id, ours.incarnation, ours.share, ours.holdings, ours.agent_name)
@@ -413,14 +409,12 @@ class PrefillCore:
         self._links.remove(link.link)
         reason = f"decode engine {link.hello.engine_id!r} said goodbye: {message.reason}"
         self._end_registrations(link, FailureCode.closing, reason, now_s, tell=False)
-        if link.generation is not None:
-            self._absorb(self._registry.retire(link.generation, StaleReason.closing, reason), now_s)
+        self._absorb(self._registry.retire(link.generation, StaleReason.closing, reason), now_s)
 
     def _drop_link(self, link: Link, detail: str, now_s: float) -> None:
         reason = f"decode engine {link.hello.engine_id!r} is lost: {detail}"
         self._end_registrations(link, FailureCode.peer_lost, reason, now_s, tell=False)
-        if link.generation is not None:
-            self._absorb(self._registry.lost(link.generation, detail, link_is_up=False), now_s)
+        self._absorb(self._registry.lost(link.generation, detail, link_is_up=False), now_s)
 
     def _end_registrations(self, link: Link, code: FailureCode, reason: str, now_s: float, *, tell: bool) -> None:
         """Everything that came over this link and has not ended, ends."""
@@ -500,7 +494,7 @@ class PrefillCore:
             leg.registration.is_drain_owed = True
             cause = Cause(Outcome.cancelled, FailureCode.cancelled_by_peer, message.reason)
             self._endings.give_up(push, cause, now_s)
-            if push.cause is not None and not leg.registration.num_unproven:
+            if not leg.registration.num_unproven:
                 self._endings.pay_drain(leg.registration)  # while other legs are still being written
             return
         waiting = self._registrations.find(transfer_id, link.rank)
@@ -537,7 +531,9 @@ class PrefillCore:
         if owed is None:
             return False
         owed.is_drain_owed = True
-        owed.link = link  # decode may have come back on a new one
+        if owed.link is not link:  # decode came back on a new one
+            self._registrations.end(owed)  # what it took was the old one's
+            owed.link = link
         return True
 
     def _renew(self, link: Link, message: wire.Renew, now_s: float) -> None:
@@ -547,7 +543,7 @@ class PrefillCore:
                 continue
             if not push.legs or any(each.link is link for each in push.registrations):
                 self.counters["leases_renewed"] += 1
-                self._extend_lease(push, now_s + self._config.lease_s)
+                self._renew_lease(push, now_s)
 
     # --- a push on its way -------------------------------------------------------------------------------------------
 
@@ -558,7 +554,7 @@ class PrefillCore:
     def _open_push(self, transfer_id: str, now_s: float) -> Push | None:
         """A new push; ``None`` when it ends at once, because it was cancelled before its blocks existed."""
         self.counters["pushes"] += 1
-        push = Push(transfer_id, now_s, now_s + self._config.lease_s)
+        push = Push(transfer_id, now_s)
         tombstone = self._tombstones.find(transfer_id, now_s)
         self._pushes[transfer_id] = push
         if tombstone is not None and tombstone.is_push_awaited:
@@ -582,13 +578,13 @@ class PrefillCore:
             self._endings.conclude(push, DONE, now_s)
         else:
             for leg in legs:
-                if leg.has_pieces and push.cause is None:
+                if leg.has_pieces:
                     self._queue(leg, now_s)
                 elif push.is_last_known and not leg.wanted_cells:
                     self._registrations.end(leg.registration)  # it asked for nothing: its link does not matter, either
-            if push.cause is None and push.state is PushState.writing and not push.is_in_flight:
+            if push.state is PushState.writing and not push.is_in_flight:
                 PUSH.fire(push, PushTrigger.caught_up)
-                self._extend_lease(push, now_s + self._config.lease_s)
+                self._renew_lease(push, now_s)
 
     def _queue(self, leg: Leg, now_s: float) -> None:
         """Put a leg with pieces into its engine's line, or behind its handshake."""
@@ -610,10 +606,9 @@ class PrefillCore:
     def _serving_generation(self, link: Link, now_s: float) -> tuple[int | None, Need]:
         """The generation that serves this link's engine, a new one when the last is over while the link lives on, and
         what a push has to do there."""
-        if link.generation is not None:
-            need = self._registry.need(link.generation)
-            if need is not Need.gone:
-                return link.generation, need
+        need = self._registry.need(link.generation)
+        if need is not Need.gone:
+            return link.generation, need
         hello = link.hello
         try:
             link.generation, effects = self._registry.admit(
@@ -645,7 +640,7 @@ class PrefillCore:
 
     def _post_next(self, now_s: float, leg: Leg, generation: int) -> bool:
         """Post the next WRITE of the first leg in its line. ``False``: nothing of this line can be posted for now."""
-        pieces, num_bytes = ([], 0) if leg.push.cause is not None else leg.next_pieces(self._cut)
+        pieces, num_bytes = leg.next_pieces(self._cut)
         if not pieces or self._is_worth_waiting(leg, num_bytes):
             self._lines.leave(generation)
             return True
@@ -659,8 +654,8 @@ class PrefillCore:
             self._lines.leave(generation)
             self._queue(leg, now_s)  # the engine changed between queueing and posting
             return True
-        for piece in pieces:
-            leg.pieces.remove(piece)
+        for _ in pieces:
+            leg.pieces.popleft()
         if not leg.pieces:
             self._lines.leave(generation)
         self._post(leg, generation, pieces, peer, now_s)
@@ -795,7 +790,7 @@ class PrefillCore:
 
     def _metadata(self, link: Link, message: wire.Metadata, now_s: float) -> None:
         generation = link.generation
-        if generation is None or not self._registry.is_attempt_current(generation, message.attempt):
+        if not self._registry.is_attempt_current(generation, message.attempt):
             self.counters["handshakes_late"] += 1
             return
         hello = link.hello
@@ -853,7 +848,7 @@ class PrefillCore:
                     self._resume(effect.generation, now_s)  # an unknown engine may age out behind its backoff
 
     def _went_stale(self, effect: WentStale, now_s: float) -> None:
-        """Decide on what waits for this generation: a live link goes on under a new one, everything else fails."""
+        """What waits for this generation over a live link goes on under a new one. All else has ended, or ends here."""
         self.counters[f"engines_stale_{effect.reason}"] += 1
         for link in self._links.of_engine(effect.engine_id):
             if link.generation == effect.generation and not effect.link_is_up:
@@ -861,17 +856,8 @@ class PrefillCore:
                 reason = f"decode engine {effect.engine_id!r} is lost: {effect.detail}"
                 self._end_registrations(link, FailureCode.peer_lost, reason, now_s, tell=False)
         for leg in self._lines.disband(effect.generation):
-            push = leg.push
-            if push.cause is not None:
-                continue
-            if effect.reason in (StaleReason.lost, StaleReason.idle):
-                self._advance(push, now_s)
-            else:
-                code = {
-                    StaleReason.superseded: FailureCode.superseded,
-                    StaleReason.dropped: FailureCode.engine_dropped,
-                }.get(effect.reason, FailureCode.closing)
-                self._endings.give_up(push, Cause(Outcome.failed, code, effect.detail), now_s)
+            if leg.push.cause is None:
+                self._advance(leg.push, now_s)
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -891,8 +877,8 @@ class PrefillCore:
     def _timer_fired(self, key: Due, now_s: float) -> None:
         match key:
             case LeaseEnd(transfer_id):
-                push = self._pushes.get(transfer_id)
-                if push is not None and push.is_lease_running:
+                push = self._pushes[transfer_id]  # its end cancels the timer
+                if push.is_lease_running:
                     self._endings.expire(push, now_s)
             case RegistrationEnd(transfer_id):
                 self.counters["registrations_expired"] += 1
@@ -952,8 +938,8 @@ class PrefillCore:
             "timers": len(self._timers),
         }
 
-    def _extend_lease(self, push: Push, until_s: float) -> None:
-        push.lease_until_s = max(push.lease_until_s, until_s)
+    def _renew_lease(self, push: Push, now_s: float) -> None:
+        push.lease_until_s = now_s + self._config.lease_s
         if push.state is not PushState.writing:
             self._timers.set(LeaseEnd(push.transfer_id), push.lease_until_s)
 

@@ -53,7 +53,7 @@ class Link:
     hello: wire.Hello
     readers: frozenset[Rank]  # the ranks of its engine that this rank writes to, it among them
     terms: Mapping[str, GroupTerms]  # by group
-    generation: int | None = None
+    generation: int = field(init=False)  # that serves its engine; from the Welcome on
     # registered over it and not ended, oldest first: a set of strings would end them in another order in every process
     transfer_ids: dict[str, None] = field(default_factory=dict)
     num_blocks: int = 0  # block ids in these registrations
@@ -324,17 +324,19 @@ class Leg:
         """The first that no chunk holds, for people."""
         for group, wanted in self.wanted.items():
             held = cut.groups[group]
+            terms = self.registration.link.terms[held.name]
+            per_block = terms.prefill_slots_per_block
             pushed = Arrivals(held.num_layers, wanted.first_slot, wanted.num_slots)
             for chunk in self.push.chunks:
                 for part in chunk.parts:
-                    per_block = self.registration.link.terms[held.name].prefill_slots_per_block
+                    if part.group != group:
+                        continue
                     first_slot, num_slots = part.first_block * per_block, len(part.block_ids) * per_block
                     both = shared_positions(wanted.first_slot, wanted.num_slots, first_slot, num_slots)
-                    if part.group == group and both:
-                        for layers in part.layers:
-                            pushed.mark(layers.start, len(layers), both.start, len(both))
+                    for layers in part.layers:
+                        pushed.mark(layers.start, len(layers), both.start, len(both))
             if (missing := pushed.first_missing()) is not None:
-                return _nothing_of(held, self.registration.link.terms[held.name], wanted, *missing)
+                return _nothing_of(held, terms, wanted, *missing)
         return "not all of these"
 
 
@@ -365,7 +367,7 @@ class Push:
 
     transfer_id: str
     opened_s: float
-    lease_until_s: float
+    lease_until_s: float = field(init=False)  # every chunk renews it
     state: PushState = PUSH.initial
     chunks: list[Chunk] = field(default_factory=list)
     is_last_known: bool = False

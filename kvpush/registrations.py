@@ -190,8 +190,8 @@ class Registrations:
         if new.num_blocks > limit:
             reason = f"transfer {new.transfer_id!r} asks for {new.num_blocks} blocks"
             return Failure(FailureCode.bad_blocks, f"{reason}, more than max_registered_blocks_per_engine={limit}")
-        makes_room = 0 if old is None else old.num_blocks
-        of_engine = new.link.num_blocks - (makes_room if old is not None and old.link is new.link else 0)
+        makes_room = 0 if old is None or old.is_over else old.num_blocks
+        of_engine = new.link.num_blocks - makes_room
         if of_engine + new.num_blocks > limit:
             reason = f"{of_engine} blocks of {new.engine_id!r} are registered, {new.num_blocks} more are above"
             return Failure(FailureCode.queue_full, f"{reason} max_registered_blocks_per_engine={limit}")

@@ -105,7 +105,7 @@ def make_leg(name="t", epoch=1, engine_id="d0"):
     """A push with one leg."""
     hello = wire.Hello(engine_id, "life 1", Share(), "p0", Share(), {}, {}, f"{engine_id}/0.0#1", 1)
     link = Link(b"1", hello, frozenset({(0, 0)}), {})
-    push = Push(name, opened_s=0.0, lease_until_s=1.0)
+    push = Push(name, opened_s=0.0)
     leg = push.legs[link.rank] = Leg(push, Registration(link, name, epoch, (), due_s=1.0), {})
     return leg
 

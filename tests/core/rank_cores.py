@@ -25,7 +25,7 @@ ALONE = Share()
 ALL_LAYERS = range(len(LAYERS))
 
 
-def make_cache(share, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, blocks=BLOCKS):
+def make_cache(share, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, blocks=BLOCKS, groups=()):
     """Tensors of one rank, its spec and its geometry."""
     heads = max(1, total_heads // share.tp_size)
     tensors = {layer: torch.zeros(blocks, 2, heads, tokens, 64, dtype=torch.float16) for layer in layers}
@@ -37,6 +37,7 @@ def make_cache(share, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, blocks=
         pp_rank=share.pp_rank,
         pp_size=share.pp_size,
         total_kv_heads=total_heads,
+        groups=groups,
     )
     return tensors, spec, geometry_of(tensors, spec)
 
@@ -53,10 +54,10 @@ class Other:
 class _Rank:
     """What the ranks of both sides have in common."""
 
-    def __init__(self, share=ALONE, *, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, **settings):
+    def __init__(self, share=ALONE, *, layers=LAYERS, total_heads=TOTAL_HEADS, tokens=16, groups=(), **settings):
         self.now_s = 100.0
         self.config = make_config(**settings)
-        self.tensors, spec, self.geometry = make_cache(share, layers, total_heads, tokens)
+        self.tensors, spec, self.geometry = make_cache(share, layers, total_heads, tokens, groups=groups)
         self.identity = new_identity(self.engine_id, spec, self.geometry)
         self.registry = Registry(self.config, lambda: self.now_s, random.Random(1))
         self.sent, self.events = [], []
@@ -106,7 +107,7 @@ class Prefill(_Rank):
     def hears(self, other, message):
         self.do(self.core.message(other.link, message, self.now_s))
 
-    def meets(self, *others, expected_share=None):
+    def meets(self, *others, expected_share=None, dial=1):
         """They say Hello; with their metadata when they are asked."""
         for other in others:
             theirs = other.identity
@@ -119,7 +120,7 @@ class Prefill(_Rank):
                 theirs.fingerprint,
                 theirs.block_sizes_tokens,
                 theirs.agent_name,
-                dial=1,
+                dial=dial,
             )
             self.hears(other, hello)
 

@@ -166,6 +166,16 @@ def test_what_has_ended_or_stalled_takes_no_room(end):
     assert not writes._bytes_to
 
 
+@pytest.mark.parametrize("end", ["prove", "doubt"])
+def test_a_write_that_stalls_and_ends_is_counted_out_once(end):
+    writes = make_writes()
+    write = post(writes, make_matched(), 1, 4)
+    writes.stall(write.write_id)
+    getattr(writes, end)(write.write_id)
+    assert writes.gauges()["bytes_in_flight"] == 0
+    assert has_room(writes, 1, 100), "nothing is in flight to it"
+
+
 def test_a_registration_is_unproven_until_the_last_of_its_writes_is():
     writes = make_writes()
     leg = make_matched()
@@ -188,3 +198,5 @@ def test_rule16_doubtful_writes_are_bounded():
     for epoch in range(10):
         writes.doubt(post(writes, make_matched(epoch), 1, 1).write_id)
     assert writes.gauges()["writes_doubtful"] == len(writes._unproven) == 3
+    hello = make_matched().registration.link.hello
+    assert [epoch for epoch in range(10) if writes.unproven(hello, epoch)] == [7, 8, 9]

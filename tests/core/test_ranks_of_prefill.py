@@ -1,11 +1,17 @@
 """A push to a decode engine of several ranks: one outcome for all of them, and each is told what concerns it."""
 
+import numpy as np
 import pytest
 from rank_cores import Other, Prefill
 
 from kvpush import wire
 from kvpush.errors import FailureCode, TransportError
+from kvpush.layout import KVGroup
 from kvpush.parallel import Share
+from kvpush.prefill_effects import PostWrite
+from kvpush.pushes import Part
+
+BLOCK_LEN_BYTES = 2 * 2 * 4 * 16 * 64 * 2  # layers, key/value, heads, tokens, head size, item
 
 
 def make_two(**settings):
@@ -276,6 +282,174 @@ def test_d8_each_rank_of_decode_has_its_own_number_of_blocks():
     assert len(prefill.posted) == 1, "nothing was written to the small one"
 
 
+def test_d8_the_first_block_that_a_cache_does_not_have_is_refused():
+    prefill, other = Prefill(), Other("d0", Share(), blocks=12)
+    prefill.meets(other)
+    prefill.push("t", [1])
+    prefill.registers(other, "t", 7, [12])
+    prefill.answers(other)
+    assert [failed.code for failed in prefill.told(other, wire.Failed)] == ["bad_blocks"]
+    assert not prefill.posted
+
+
+def test_a_write_that_has_ended_says_nothing_of_the_one_that_has_not():
+    """The registration is over with its last WRITE: until then the loss of its link ends the push."""
+    prefill, other = make_one(max_write_bytes=1)
+    prefill.registers(other, "t", 2, [4, 5])
+    prefill.push("t", [1, 2])
+    first, second = prefill.posted
+    prefill.settles(first)
+    assert prefill.core.gauges()["blocks_registered"] == 2
+    prefill.do(prefill.core.link_closed(other.link, "killed", prefill.now_s))
+    prefill.settles(second)
+    assert [(end.outcome, end.code) for end in prefill.events] == [("failed", "peer_lost")]
+
+
+@pytest.mark.parametrize("block_ids", [[], [4]], ids=["asks for nothing", "has everything"])
+def test_before_the_last_chunk_is_known_no_rank_has_all_for_sure(block_ids):
+    prefill, other = make_one()
+    prefill.registers(other, "t", 2, block_ids)
+    prefill.push("t", [1], last=False)
+    for write_id in list(prefill.posted):
+        prefill.settles(write_id)
+    prefill.do(prefill.core.link_closed(other.link, "killed", prefill.now_s))
+    assert [(end.outcome, end.code) for end in prefill.events] == [("failed", "peer_lost")]
+
+
+def test_a_push_that_is_given_up_tells_every_rank_that_waits_once_and_takes_no_place_in_any_line():
+    prefill = Prefill()
+    served, one, deferred, two = ranks = [Other("d0", Share(tp_rank=rank, tp_size=4)) for rank in range(4)]
+    prefill.meets(*ranks)
+    prefill.push("t", [1])
+    for epoch, other in enumerate(ranks, 7):
+        prefill.registers(other, "t", epoch, [5])
+    prefill.answers(served, one, two)
+    prefill.settles(prefill.write_to(served))
+    assert prefill.core.gauges()["pushes_behind_handshakes"] == 1
+    prefill.do(prefill.core.cancel("t", prefill.now_s))
+    assert prefill.core.gauges()["pushes_behind_handshakes"] == 0
+    for other in (one, two):
+        prefill.settles(prefill.write_to(other))
+    assert [end.outcome for end in prefill.events] == ["cancelled"]
+    told = [[failed.settled for failed in prefill.told(other, wire.Failed)] for other in ranks]
+    assert told == [[], [False], [True], [False]]
+    assert [len(prefill.told(other, wire.Drained)) for other in ranks] == [0, 1, 0, 1]
+
+
+def test_any_rank_of_the_engine_renews_the_lease_and_nobody_else():
+    prefill, left, right = make_two(lease_s=10, liveness_timeout_s=1000)
+    stranger = Other("d1", Share())
+    prefill.meets(stranger)
+    prefill.push("t", [1])
+    prefill.registers(left, "t", 7, [5])
+    prefill.registers(right, "t", 9, [5])
+    prefill.answers(left)
+    prefill.settles(prefill.write_to(left))
+    for other in (left, right):
+        prefill.advance(9)
+        prefill.hears(other, wire.Renew(["t"]))
+    prefill.advance(9)
+    prefill.hears(stranger, wire.Renew(["t"]))
+    assert prefill.core.counters["leases_renewed"] == 2
+    assert not prefill.events
+    prefill.advance(1)
+    assert [end.outcome for end in prefill.events] == ["expired"]
+
+
+def test_a_reason_names_eight_ranks_at_most_or_the_states_of_four():
+    ranks = [Other("d0", Share(tp_rank=rank, tp_size=16), total_heads=16) for rank in range(16)]
+    prefill = Prefill(total_heads=16, handshake_timeout_s=100)
+    prefill.meets(*ranks)
+    prefill.push("t", [1])
+    prefill.push("u", [1])
+    prefill.registers(ranks[0], "t", 7, [5])
+    for rank in ranks:
+        prefill.registers(rank, "u", 8, [5])
+    prefill.advance(prefill.config.lease_s)
+    waits, is_complete = prefill.events
+    assert "(0, 8)" in waits.reason and "(0, 9)" not in waits.reason
+    assert is_complete.reason.count("is handshaking") == 4
+
+
+def test_a_refusal_names_eight_ranks_at_most():
+    prefill = Prefill(Share(tp_rank=0, tp_size=2), total_heads=64)
+    stranger = Other("d1", Share(tp_rank=63, tp_size=64), total_heads=64)
+    prefill.meets(stranger)
+    (refused,) = prefill.told(stranger, wire.Refused)
+    assert refused.reason.endswith("(0, 7)]")
+    few, many = (Other("d0", Share(tp_rank=rank, tp_size=16 * rank), total_heads=64) for rank in (2, 4))
+    prefill.meets(few, many)
+    prefill.push("t", [1])
+    prefill.registers(few, "t", 7, [5])
+    prefill.registers(many, "t", 8, [5])
+    (failed,) = prefill.told(many, wire.Failed)
+    assert failed.reason.count("(0, 7)]") == 2
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_push_whose_lease_ends_in_its_engines_line_is_not_written_though_no_timer_has_fired():
+    prefill, other = make_one(max_write_bytes=1, lease_s=10)
+    for number, name in enumerate(("long", "late"), 2):
+        prefill.registers(other, name, number, [4, 5])
+        prefill.push(name, [1, 2])
+    first, second = prefill.posted
+    prefill.now_s += 10
+    prefill.settles(first)
+    assert [(end.transfer_id, end.outcome) for end in prefill.events] == [("late", "expired")]
+    assert list(prefill.posted) == [second]
+
+
+@pytest.mark.parametrize("is_pushed_first", [True, False])
+def test_no_lease_runs_while_a_push_is_written_however_many_slices_it_has(is_pushed_first):
+    prefill, other = make_one(max_write_bytes=1, lease_s=2, liveness_timeout_s=100)
+    if is_pushed_first:
+        prefill.push("t", [1, 2, 3, 4])
+    prefill.registers(other, "t", 2, [4, 5, 6, 7])
+    if not is_pushed_first:
+        prefill.push("t", [1, 2, 3, 4])
+    while prefill.posted:
+        assert prefill.core.gauges()["timers"] == len(prefill.posted), "one for each WRITE that may stall"
+        prefill.now_s += 1
+        prefill.settles(min(prefill.posted))
+    assert [end.outcome for end in prefill.events] == ["done"]
+
+
+def test_decode_that_sleeps_is_woken_before_the_write_is_posted_and_told_after_it_when_it_does_not():
+    prefill, other = make_one(liveness_timeout_s=100)
+
+    def push(name, epoch):
+        prefill.registers(other, name, epoch, [4])
+        part = Part(0, (range(2),), 0, np.array([1]))
+        effects = prefill.core.push(name, (part,), last=True, fenced=False, index=0, now_s=prefill.now_s)
+        return ["post" if isinstance(effect, PostWrite) else type(effect.message).__name__ for effect in effects]
+
+    assert push("soon", 2) == ["post", "Writing"]
+    prefill.now_s += 10 * wire.ATTENTION_S
+    assert push("later", 3) == ["Writing", "post"]
+    assert push("at once", 4) == ["post", "Writing"]
+
+
+@pytest.mark.parametrize("end", ["doubted", "stalled"])
+def test_rule07_a_write_that_nobody_waits_for_any_more_makes_room_for_others_at_once(end):
+    prefill = Prefill(max_write_bytes=1, max_in_flight_bytes=3 * BLOCK_LEN_BYTES, liveness_timeout_s=100)
+    gone, other = Other("d0", Share()), Other("d1", Share())
+    prefill.meets(gone, other)
+    for engine, name in ((gone, "lost"), (other, "kept")):
+        prefill.registers(engine, name, 1, [4, 5])
+        prefill.push(name, [1, 2])
+        prefill.answers(engine)
+        prefill.advance(1)
+    assert len(prefill.posted) == 3
+    if end == "doubted":
+        failure = TransportError(FailureCode.write_failed, "status ERR", disconnected=False)
+        prefill.do(prefill.core.write_doubted(min(prefill.posted), failure, prefill.now_s))
+    else:
+        prefill.advance(1)
+    assert len(prefill.posted) == 4
+
+
 # --- pieces ----------------------------------------------------------------------------------------------------------
 
 
@@ -312,6 +486,14 @@ def test_large_pieces_wait_for_nothing():
     assert len(prefill.posted) == 2
 
 
+def test_a_piece_of_just_the_size_that_is_enough_waits_for_nothing():
+    prefill, other = make_one(coalesce_bytes=BLOCK_LEN_BYTES)
+    prefill.registers(other, "t", 2, list(range(8)))
+    for chunk in range(2):
+        prefill.push("t", [chunk], index=chunk, first_block=chunk, last=False)
+    assert len(prefill.posted) == 2
+
+
 def test_a_layer_is_a_piece_and_the_push_is_done_when_every_layer_of_every_position_is():
     prefill, other = make_one()
     prefill.registers(other, "t", 2, [4, 5])
@@ -332,6 +514,48 @@ def test_a_layer_that_was_never_pushed_is_a_shortage():
     (end,) = prefill.events
     assert (end.outcome, end.code) == ("failed", "bad_blocks")
     assert "nothing for layer 'b' of positions 0 to 1 of group 'kv'" in end.reason
+
+
+@pytest.mark.parametrize(
+    ("num_pushed", "missing"),
+    [
+        (1, "layers 'b', 'c', 'd', 'e' and 2 more"),
+        (2, "layers 'c', 'd', 'e', 'f' and 1 more"),
+        (3, "layers 'd', 'e', 'f', 'g'"),
+        (5, "layers 'f', 'g'"),
+        (6, "layer 'g'"),
+    ],
+)
+def test_four_missing_layers_are_named_and_the_rest_is_counted(num_pushed, missing):
+    prefill, other = Prefill(layers="abcdefg"), Other("d0", Share(), layers="abcdefg")
+    prefill.meets(other)
+    prefill.registers(other, "t", 2, [4])
+    prefill.push("t", [1], layers=(range(num_pushed),))
+    (end,) = prefill.events
+    assert f"nothing for {missing} of position 0 of group 'kv'" in end.reason
+
+
+def test_positions_that_are_missing_are_counted_in_decodes_blocks():
+    prefill, other = Prefill(tokens=32), Other("d0", Share(), tokens=16)
+    prefill.meets(other)
+    prefill.registers(other, "t", 1, list(range(10)))
+    for chunk, (first_block, block_ids) in enumerate([(3, [4, 5]), (0, [1, 2])]):
+        prefill.push("t", block_ids, index=chunk, first_block=first_block, last=bool(chunk))
+    (end,) = prefill.events
+    assert "prefill pushed 4 blocks, but nothing for positions 4 to 5 of group 'kv'" in end.reason
+
+
+def test_what_was_pushed_of_one_group_is_nothing_of_another():
+    groups = [KVGroup("x", ["a"]), KVGroup("y", ["b"])]
+    prefill, other = Prefill(groups=groups), Other("d0", Share(), groups=groups)
+    prefill.meets(other)
+    packed = wire.pack_block_ids(np.array([4, 5]))
+    prefill.hears(other, wire.Register("t", 1, (wire.Want("x", 0, packed), wire.Want("y", 0, packed)), 60_000))
+    prefill.push("t", [1, 2], layers=(range(1),))
+    (end,) = prefill.events
+    asked = "2 blocks of 16 tokens from position 0 of group"
+    assert f"asks for {asked} 'x', {asked} 'y'; prefill pushed 2 blocks" in end.reason
+    assert "nothing for positions 0 to 1 of group 'y'" in end.reason
 
 
 def test_positions_that_were_never_pushed_are_named():
@@ -412,8 +636,7 @@ def test_fenced_chunks_are_posted_as_they_are_computed_and_nothing_walks_through
 
 
 def test_pieces_stay_within_the_largest_write_and_the_number_of_spans():
-    block_len_bytes = 2 * 2 * 4 * 16 * 64 * 2
-    prefill, other = make_one(max_write_bytes=3 * block_len_bytes)
+    prefill, other = make_one(max_write_bytes=3 * BLOCK_LEN_BYTES)
     prefill.registers(other, "t", 2, list(range(8)))
     prefill.push("t", [0], index=0, last=False)  # goes at once
     for chunk in range(1, 8):

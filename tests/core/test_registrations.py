@@ -6,9 +6,11 @@ import core_worlds
 import numpy as np
 import pytest
 from core_worlds import SOON_S, connect, make_world, run_to_the_end
+from rank_cores import Other, Prefill
 
 from kvpush import wire
 from kvpush.errors import FailureCode
+from kvpush.parallel import Share
 from kvpush.pushes import Registration
 
 NUM_BLOCKS = 8  # of one registration here
@@ -178,6 +180,51 @@ def test_rule16_room_comes_back_with_every_kind_of_end():
     world.advance(100.0)  # the other's deadline
     assert registered(prefill) == 0
     run_to_the_end(world)
+
+
+def test_rule16_all_engines_together_have_just_so_much_and_a_newer_registration_has_the_room_of_its_older():
+    world, prefill, first, second = make_three(max_registered_blocks_per_engine=16, max_registered_blocks=16)
+    assert register(prefill, first, "t", 8) is None
+    assert register(prefill, second, "u", 8) is None
+    assert register(prefill, first, "t", 8) is None
+    assert register(prefill, first, "v", 1).code == FailureCode.queue_full
+    assert registered(prefill) == 16
+
+
+@pytest.mark.parametrize("asks", ["cancels", "registers"])
+def test_rule16_what_a_write_in_flight_took_on_a_link_that_broke_makes_no_room_on_the_next(asks):
+    prefill, other = Prefill(max_registered_blocks_per_engine=8), Other("d0", Share())
+    prefill.meets(other)
+    prefill.push("t", range(8))
+    prefill.registers(other, "t", 1, range(8))
+    prefill.answers(other)
+    prefill.do(prefill.core.link_closed(other.link, "broken", prefill.now_s))
+    other.link = b"again"
+    prefill.meets(other)
+    if asks == "cancels":
+        prefill.hears(other, wire.Cancel("t", 1, FailureCode.deadline, ""))
+    else:
+        prefill.registers(other, "t", 1, range(8))
+    prefill.settles(prefill.write_to(other))
+    assert [drained.epoch for drained in prefill.told(other, wire.Drained)] == [1]
+    prefill.registers(other, "u", 2, range(8))
+    prefill.registers(other, "v", 3, range(1))
+    assert prefill.told(other, wire.Failed)[-1].code == FailureCode.queue_full
+    assert registered(prefill) == 8
+
+
+def test_rule16_what_has_ended_makes_no_room_for_its_successor():
+    """A rank that asks only for what prefill does not have is over at once, though the push waits for another rank."""
+    prefill = Prefill(max_registered_blocks_per_engine=8)
+    left, right = (Other("d0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1))
+    prefill.meets(left, right)
+    prefill.push("t", [1])
+    wants = (wire.Want("unknown", 0, wire.pack_block_ids(np.arange(8))),)
+    prefill.hears(left, wire.Register("t", 1, wants, 60_000))
+    prefill.registers(left, "u", 2, range(8))
+    assert prefill.told(left, wire.Failed) == []
+    prefill.hears(left, wire.Register("t", 3, wants, 60_000))
+    assert [(failed.epoch, failed.code) for failed in prefill.told(left, wire.Failed)] == [(3, "queue_full")]
 
 
 def test_rule16_a_push_that_has_begun_still_counts():

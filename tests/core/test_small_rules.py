@@ -19,10 +19,11 @@ from core_worlds import (
 from rank_cores import ALONE, Decode, Other, Prefill, address_of
 
 from kvpush import decode as decode_module
-from kvpush import wire
+from kvpush import metadata, wire
 from kvpush.errors import Failure, FailureCode
 from kvpush.lines import Lines
 from kvpush.parallel import Share
+from kvpush.prefill import REGISTRATION_GRACE_S
 
 
 def counted(owner, *names):
@@ -92,6 +93,45 @@ def test_messages_that_are_not_believed_are_counted_once():
     assert counted(decode, "messages_late", "refusals_malformed") == {"messages_late": 2, "refusals_malformed": 1}
 
 
+def test_each_of_these_is_counted_once_in_prefill():
+    prefill, other = Prefill(lease_s=10), Other("d0", ALONE)
+    prefill.meets(other)
+    prefill.do(prefill.core.malformed(other.link, Failure(FailureCode.malformed, "?"), prefill.now_s))
+    prefill.push("waits", [1])
+    prefill.hears(other, wire.Renew(["waits", "unknown"]))
+    prefill.hears(other, wire.Cancel("unknown", 1, FailureCode.deadline, ""))
+    prefill.hears(other, wire.Withdraw("unknown", 2, FailureCode.deadline, ""))
+    for attempt in (98, 99):
+        prefill.hears(other, metadata.build(attempt, "life", "agent", b"blob", other.geometry))
+        prefill.hears(other, wire.MetadataUnavailable(attempt, FailureCode.not_ready, "?"))
+    prefill.registers(other, "waits", 3, [5])
+    (asked,) = prefill.told(other, wire.MetadataRequest)
+    prefill.hears(other, wire.MetadataUnavailable(asked.attempt, FailureCode.not_ready, "?"))
+    assert counted(
+        prefill,
+        "messages_malformed",
+        "leases_renewed",
+        "cancels",
+        "withdrawals",
+        "handshakes_late",
+        "handshakes_failed_not_ready",
+    ) == {
+        "messages_malformed": 1,
+        "leases_renewed": 1,
+        "cancels": 1,
+        "withdrawals": 1,
+        "handshakes_late": 4,
+        "handshakes_failed_not_ready": 1,
+    }
+
+
+def test_the_first_chunk_of_a_push_that_was_cancelled_before_is_not_counted_as_one_after_the_end():
+    world, prefill, _ = make_pair()
+    prefill.cancel("t")
+    assert prefill.push("t", [3]).outcome == "cancelled"
+    assert prefill.core.counters["chunks_after_end"] == 0
+
+
 # --- what is shown ---------------------------------------------------------------------------------------------------
 
 
@@ -155,6 +195,118 @@ def test_after_a_refusal_for_a_drop_the_push_may_still_be_for_somebody_else():
     assert (receive.outcome, push.outcome) == ("done", "done")
 
 
+def test_a_push_that_is_ending_is_not_renewed():
+    world, prefill, decode = make_connected()
+    world.hold_writes = True
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(SOON_S)
+    prefill.cancel("t")
+    decode.renew(["t"], prefill)
+    world.advance(SOON_S)
+    assert prefill.core.counters["leases_renewed"] == 0
+    world.heal()
+    run_to_the_end(world)
+
+
+def test_the_lease_begins_anew_when_what_was_pushed_so_far_is_written():
+    world, prefill, decode = make_connected(stall_timeout_s=100)
+    world.hold_writes = True
+    decode.expect("t", [7], prefill)
+    push = prefill.push("t", [3], last=False)
+    world.advance(CONFIG.lease_s - 1)
+    world.finish(world.writes[0])
+    world.advance(CONFIG.lease_s - 1)
+    assert not push.is_over
+    world.advance(2)
+    assert push.outcome == "done"
+
+
+def test_a_registration_ends_when_its_time_and_the_grace_for_its_cancel_are_over():
+    prefill, other = Prefill(engine_ttl_s=1000, liveness_timeout_s=1000), Other("d0", ALONE)
+    prefill.meets(other)
+    prefill.registers(other, "t", 7, [5], remaining_ms=100_000)
+    prefill.advance(100 + REGISTRATION_GRACE_S - 0.05)
+    assert prefill.told(other, wire.Failed) == []
+    prefill.advance(0.1)
+    assert [(failed.epoch, failed.code) for failed in prefill.told(other, wire.Failed)] == [(7, "deadline")]
+    assert prefill.core.counters["registrations_expired"] == 1
+
+
+def test_a_withdrawal_does_not_concern_a_rank_that_has_registered():
+    prefill, other = Prefill(), Other("d0", ALONE)
+    prefill.meets(other)
+    prefill.registers(other, "waits", 1, [5])
+    prefill.push("pushed", [1])
+    prefill.registers(other, "pushed", 2, [6])
+    for name in ("waits", "pushed"):
+        prefill.hears(other, wire.Withdraw(name, 9, FailureCode.cancelled_by_peer, "?"))
+    prefill.push("waits", [2])
+    prefill.answers(other)
+    for write_id in list(prefill.posted):
+        prefill.settles(write_id)
+    assert [end.outcome for end in prefill.events] == ["done", "done"]
+
+
+def test_a_hello_with_an_earlier_dial_over_the_same_link_is_a_second_hello_and_not_a_late_one():
+    prefill, other = Prefill(), Other("d0", ALONE)
+    prefill.meets(other, dial=2)
+    prefill.meets(other, dial=1)
+    (refused,) = prefill.told(other, wire.Refused)
+    assert refused.code == "malformed" and "one link, one engine" in refused.reason
+
+
+def says_goodbye(prefill, other):
+    prefill.hears(other, wire.Goodbye("?"))
+
+
+def restarts(prefill, other):
+    prefill.meets(Other("d0", ALONE))
+
+
+def breaks_off(prefill, other):
+    prefill.do(prefill.core.link_closed(other.link, "killed", prefill.now_s))
+
+
+def falls_silent(prefill, other):
+    prefill.advance(prefill.config.liveness_timeout_s)
+
+
+@pytest.mark.parametrize("ends", [says_goodbye, restarts, breaks_off, falls_silent])
+def test_a_registration_that_ends_with_its_engine_leaves_the_push_to_others(ends):
+    prefill, first, second = Prefill(), Other("d0", ALONE), Other("d1", ALONE)
+    prefill.meets(first)
+    prefill.registers(first, "taken", 1, [5])
+    prefill.registers(first, "left", 2, [6])
+    ends(prefill, first)
+    assert prefill.told(first, wire.Failed) == []
+    prefill.push("taken", [1])
+    prefill.push("left", [2])
+    prefill.meets(second)
+    prefill.registers(second, "taken", 1, [5])
+    prefill.answers(second)
+    prefill.settles(prefill.write_to(second))
+    prefill.advance(prefill.config.lease_s)
+    taken, left = prefill.events
+    assert (taken.outcome, taken.engine_id, left.outcome) == ("done", "d1", "expired")
+    assert "its registration had ended with its decode engine: engine 'd0'" in left.reason
+
+
+def test_whose_registration_ended_is_forgotten_with_the_next_one():
+    world, prefill, decode = make_connected()
+    decode.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    decode.kill()
+    world.advance(SOON_S)
+    again = decode.restart()
+    again.expect("t", [7], prefill)
+    world.advance(SOON_S)
+    assert prefill.push("t", [3]) and not world.advance(SOON_S)
+    push = prefill.push("t", [3])
+    run_to_the_end(world)
+    assert "no decode engine has registered for it" in push.finished.reason
+
+
 def test_an_unknown_transfer_among_renewals_stops_none_of_the_others():
     world, prefill, decode = make_connected()
     push = prefill.push("t", [3])
@@ -191,7 +343,7 @@ def test_a_chunk_is_fenced_until_its_fence_is_reached():
     assert prefill.core.is_fenced("t", 0)
     assert not prefill.core.is_fenced("t", 1)
     assert not prefill.core.is_fenced("unknown", 0)
-    prefill.core.fences_reached("t", [0], world.clock())
+    prefill.core.fences_reached("t", [0, 1], world.clock())
     assert not prefill.core.is_fenced("t", 0)
 
 
@@ -497,3 +649,20 @@ def test_rule16_the_memory_of_whose_registration_ended_is_bounded():
     decode.kill()
     world.advance(SOON_S)
     assert list(prefill.core._registrations._owners) == ["t2", "t3", "t4"]
+
+
+def test_rule16_whose_registration_ended_last_is_remembered_longest():
+    prefill = Prefill(max_tombstones=2, liveness_timeout_s=1000)
+    left, right = (Other("d0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1))
+    others = [Other("d1", ALONE), Other("d2", ALONE)]
+    prefill.meets(left, right, *others)
+    for epoch, (other, name) in enumerate(zip((left, right, *others), ("t", "t", "u", "v"), strict=True), 1):
+        prefill.registers(other, name, epoch, [5])
+    for other in (left, others[0], right, others[1]):
+        breaks_off(prefill, other)
+    prefill.push("t", [1])
+    prefill.push("u", [2])
+    prefill.advance(prefill.config.lease_s)
+    last, first = prefill.events
+    assert "had ended with its decode engine: engine 'd0'" in last.reason
+    assert "no decode engine has registered for it" in first.reason
