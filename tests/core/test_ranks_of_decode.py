@@ -180,6 +180,7 @@ def test_a_stage_without_a_layer_of_ours_is_told_so_and_not_waited_for():
     decode, first, second, third = make_stages(["a"], ["b"], ["c"])
     (registration,) = decode.told(third, wire.Register)
     assert registration.wants == ()
+    assert [engine.in_flight for engine in decode.registry.snapshot()] == [1, 1, 0]
     decode.arrives(first, 1, 0, 2, layers=range(1))
     decode.arrives(second, 1, 0, 2, layers=range(1))
     assert outcomes(decode) == [("t", "done")]

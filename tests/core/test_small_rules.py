@@ -16,7 +16,7 @@ from core_worlds import (
     part,
     run_to_the_end,
 )
-from rank_cores import ALONE, Decode, Other, Prefill, address_of
+from rank_cores import ALONE, Decode, Other, Prefill, address_of, source_of
 
 from kvpush import decode as decode_module
 from kvpush import wire
@@ -497,3 +497,48 @@ def test_rule16_the_memory_of_whose_registration_ended_is_bounded():
     decode.kill()
     world.advance(SOON_S)
     assert list(prefill.core._registrations._owners) == ["t2", "t3", "t4"]
+
+
+def test_a_silent_prefill_engine_is_hung_up_on_and_not_told_goodbye():
+    """Goodbye means that nothing is owed any more. What it was asked to write is asked again on the next link."""
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    link = decode.dialled[address_of(other)]
+    decode.advance(CONFIG.liveness_timeout_s)
+    decode.advance(CONFIG.handshake_backoff_max_s)
+    assert decode.dialled[address_of(other)] != link
+    assert not [message for to, message in decode.sent if to == link and isinstance(message, wire.Goodbye)]
+
+
+def test_a_hold_that_times_out_is_no_sign_of_life():
+    decode, other = Decode(liveness_timeout_s=20), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.do(decode.core.cancel("t", decode.now_s))
+    decode.advance(CONFIG.hold_timeout_s)
+    _, released = decode.events
+    assert not released.proven
+    assert only_engine(decode).silent_s == CONFIG.hold_timeout_s
+
+
+def test_each_renewal_that_finds_no_room_is_counted_once():
+    decode, other = Decode(max_pending_pushes=3), Other("p0", ALONE)
+    for names in (["t0", "t1"], ["t1", "t2", "t3", "t4"]):
+        decode.do(decode.core.renew(names, source=source_of([other]), now_s=decode.now_s))
+    assert decode.core.counters["renewals_dropped"] == 2
+    decode.meets(other)
+    (renewed,) = decode.told(other, wire.Renew)
+    assert renewed.transfer_ids == ["t2", "t3", "t4"]  # the oldest gave way
+
+
+def test_decode_says_how_many_there_are_of_everything():
+    decode, other = Decode(), Other("p0", ALONE)
+    for number, name in enumerate(("open", "also open", "held")):
+        decode.expect(name, [number], [other])
+    decode.meets(other)
+    decode.do(decode.core.cancel("held", decode.now_s))
+    assert decode.core.gauges() == {
+        "links": 1, "engines": 1, "receives_open": 2, "receives_held": 1,
+        "timers": 4,  # two deadlines, the end of the hold, and a heartbeat
+    }  # fmt: skip

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpush import parallel
 from kvpush.errors import ConfigurationError, Incompatible
 from kvpush.parallel import MAX_RANKS, NO_HEADS, PER_RANK, Share, heads_of, meets, readers, writers, written_heads
 
@@ -191,6 +192,25 @@ def test_the_largest_engines_a_peer_may_claim_cost_little():
     everyone = writers(Share(tp_size=MAX_RANKS), 1, MAX_RANKS, [NO_HEADS])
     assert everyone == {(0, 0)}
     assert len(writers(Share(), 1, MAX_RANKS, [NO_HEADS])) == MAX_RANKS
+
+
+@pytest.mark.parametrize(
+    ("share", "other_size", "total", "candidates"),
+    [
+        (Share(tp_rank=1, tp_size=4), 8, 16, [2, 3]),
+        (Share(tp_rank=5, tp_size=8), 4, 16, [2]),
+        (Share(tp_rank=1, tp_size=2), 8, 4, [4, 5, 6, 7]),
+        (Share(tp_rank=5, tp_size=8), 2, 4, [1]),
+        (Share(tp_rank=1, tp_size=3), 3, PER_RANK, [1]),
+    ],
+)
+def test_only_ranks_that_have_a_head_in_common_are_looked_at(share, other_size, total, candidates, monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(parallel, "meets", lambda ours, theirs, totals: looked_at.append((ours[0], theirs[0])))
+    readers(share, 1, other_size, [total])
+    writers(share, 1, other_size, [total])
+    rank = share.tp_rank
+    assert looked_at == [(rank, each) for each in candidates] + [(each, rank) for each in candidates]
 
 
 # --- the share on the wire -------------------------------------------------------------------------------------------

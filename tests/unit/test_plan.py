@@ -441,6 +441,7 @@ def test_layers_side_by_side_on_both_sides_are_one_row():
     assert count(plan, range(6), [3, 7, 5], [1, 9, 4]) == (3, 3)
     assert count(plan, range(6), [3, 4, 5], [7, 8, 9]) == (3, 1)  # blocks side by side: NIXL merges them
     assert count(plan, range(1, 4), [3, 7], [1, 9]) == (6, 6)  # some of the layers: no row, so NIXL does not merge them
+    assert count(plan, range(2, 4), [3, 7], [1, 9]) == (4, 4)
     assert count(plan, range(2, 3), [3, 4], [7, 8]) == (2, 2)
     assert also_kept is not None
 
@@ -531,6 +532,25 @@ def test_rows_are_bounded():
     with pytest.raises(Failure, match="1048576 rows") as caught:
         pair(*(msgspec.structs.replace(side, groups=tuple(many)) for side in (ours, theirs)), min_tile_bytes=16)
     assert caught.value.code is FailureCode.bad_blocks
+
+
+def test_rows_are_bounded_where_every_part_of_a_block_has_its_own():
+    """The blocks of one side are apart, so that each of their 512 slots begins a row."""
+    group = vast(2, tokens=MAX_SLOTS_PER_BLOCK, layers=1025).groups[0]
+    apart = tuple(
+        msgspec.structs.replace(each, strides_bytes=(2 * MAX_SLOTS_PER_BLOCK, 1, 0), address=2**20 + place * 4096)
+        for place, each in enumerate(group.layers)
+    )
+    theirs = msgspec.structs.replace(group, layers=apart)
+    ours = vast(1, layers=1025).groups[0]
+    sides = CacheGeometry(geometry("BND").memory, (ours,)), CacheGeometry(geometry("BND").memory, (theirs,))
+    assert len(pair(*sides, min_tile_bytes=1).remote_rows) == 1025 * MAX_SLOTS_PER_BLOCK
+    twice = [
+        msgspec.structs.replace(side, groups=tuple(msgspec.structs.replace(side.groups[0], name=n) for n in "ab"))
+        for side in sides
+    ]
+    with pytest.raises(Failure, match="remote cache: .* 1048576 rows"):
+        pair(*twice, min_tile_bytes=1)
 
 
 def test_a_peer_s_layers_that_share_bytes_make_no_longer_rows():
