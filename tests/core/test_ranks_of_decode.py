@@ -1,5 +1,6 @@
 """A receive from a prefill engine of several ranks: done when the last part of the last rank is there, not before."""
 
+import pytest
 from rank_cores import Decode, Other, address_of, source_of
 
 from kvpush import wire
@@ -195,6 +196,19 @@ def test_a_layer_that_no_stage_holds_fails_the_receive_and_is_named():
     # the last one was not asked: a registration for nothing would let it call its push done
     assert not decode.told(second, wire.Register)
     assert [message.epoch for message in decode.told(second, wire.Withdraw)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        ("abcde", "of the 5 layers of decode engine 'd0', no stage of it holds 'b', 'c', 'd', 'e'"),
+        ("abcdef", "of the 6 layers of decode engine 'd0', no stage of it holds 'b', 'c', 'd', 'e' and 1 more"),
+    ],
+)
+def test_up_to_four_layers_are_named_and_the_others_counted(layers, named):
+    decode, *_ = make_stages(["a"], ["x"], layers=list(layers))
+    (end,) = decode.events
+    assert f"layers: {named}; prefill engine 'p0' has 2" in end.reason
 
 
 def test_a_layer_that_two_stages_hold_fails_the_receive_and_is_named():

@@ -457,6 +457,19 @@ def test_prefill_that_has_not_said_welcome_is_not_told_goodbye():
     assert [type(message) for message in decode.told(other, object)] == [wire.Hello]
 
 
+def test_prefill_that_has_not_said_welcome_again_is_not_told_of_a_cancel_before_it_has():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.loses(other)
+    decode.advance(1)
+    decode.do(decode.core.link_opened(decode.dialled[address_of(other)], decode.now_s))
+    decode.do(decode.core.cancel("t", decode.now_s))
+    assert [type(message) for message in decode.told(other, object)] == [wire.Hello]
+    decode.meets(other)
+    assert len(decode.told(other, wire.Cancel)) == 1
+
+
 def test_a_second_welcome_and_a_failed_dial_are_counted_once():
     decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
     decode.expect("t", [7], [other])

@@ -208,8 +208,9 @@ def test_a_single_block_has_a_stride_that_nixl_accepts():
 
 def test_heads_and_tokens_swapped_in_memory_are_refused_while_the_pieces_are_tiny():
     ours, theirs = geometry("BKHND"), geometry("BKHND", "BKNHD")
-    with pytest.raises(Incompatible, match=f"only 16 bytes .* at least {MIN_TILE_BYTES} are needed"):
+    with pytest.raises(Incompatible, match=f"only 16 bytes .* at least {MIN_TILE_BYTES} are needed") as caught:
         pair(ours, theirs)
+    assert "BKHND (H=2, N=4, D=8) here, BKNHD (N=4, H=2, D=8) at the peer" in caught.value.reason
     assert len(pair(ours, theirs, min_tile_bytes=16).local_rows) == 2 * 2 * 2 * 4
     assert len(pair(geometry("BKHND", D=512), geometry("BKHND", "BKNHD", D=512)).local_rows) == 2 * 2 * 2 * 4
 
