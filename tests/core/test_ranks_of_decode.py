@@ -155,6 +155,30 @@ def test_the_deadline_says_what_came_from_whom():
     assert "1 of 2 ranks" in end.reason and "(0, 1) 1 of 2 blocks" in end.reason
 
 
+def test_the_deadline_names_up_to_eight_ranks():
+    decode = Decode(total_heads=16)
+    others = [Other("p0", Share(tp_rank=rank, tp_size=16), total_heads=16) for rank in range(16)]
+    decode.expect("t", [5, 6], others, deadline_s=1.0)
+    decode.meets(*others[:15])  # nobody has reached the last one
+    decode.arrives(others[0], 1, 0, 2)
+    decode.arrives(others[8], 1, 0, 1)
+    decode.advance(1)
+    parts = [f"of (0, {rank}) {int(rank == 8)} of 2 blocks" for rank in range(1, 9)]
+    assert f"the parts of 1 of 16 ranks (pp, tp) ({'; '.join(parts)}) came" in decode.events[0].reason
+
+
+@pytest.mark.parametrize(("is_met", "arrived"), [(False, 0), (True, 2)])
+def test_the_deadline_says_what_came_from_the_only_rank(is_met, arrived):
+    decode, other = Decode(handshake_timeout_s=2), Other("p0", Share())
+    decode.expect("t", [5, 6, 7], [other], deadline_s=1.0)
+    if is_met:
+        decode.meets(other)
+        decode.arrives(other, 1, 0, 2)
+        decode.arrives(other, 1, 2, 1, layers=range(1))  # of its two layers
+    decode.advance(1)
+    assert f"'t': {arrived} of 3 blocks came from prefill engine 'p0'" in decode.events[0].reason
+
+
 # --- pipeline stages -------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +233,14 @@ def test_up_to_four_layers_are_named_and_the_others_counted(layers, named):
     decode, *_ = make_stages(["a"], ["x"], layers=list(layers))
     (end,) = decode.events
     assert f"layers: {named}; prefill engine 'p0' has 2" in end.reason
+
+
+def test_what_was_never_asked_for_holds_no_block():
+    decode, alone = make_stages(["a"])
+    (end,) = decode.events
+    assert "'b'" in end.reason and "no stage" in end.reason
+    assert not decode.told(alone, wire.Register)
+    assert end.blocks_reusable
 
 
 def test_a_layer_that_two_stages_hold_fails_the_receive_and_is_named():

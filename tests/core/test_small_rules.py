@@ -535,6 +535,31 @@ def test_a_hold_that_times_out_is_no_sign_of_life():
     assert only_engine(decode).silent_s == CONFIG.hold_timeout_s
 
 
+@pytest.mark.parametrize(("num_failures", "is_told"), [(1, True), (2, False)])
+def test_prefill_is_told_of_a_receive_of_no_block_as_long_as_others_would_wait(num_failures, is_told):
+    decode, other = Decode(handshake_attempts=2), Other("p0", ALONE)
+    decode.expect("empty", [], [other])
+    for _ in range(num_failures):
+        decode.loses(other)
+        decode.advance(1)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    told = [registration.transfer_id for registration in decode.told(other, wire.Register)]
+    assert told == (["t", "empty"] if is_told else ["t"])
+
+
+def test_an_answer_to_a_cancel_ends_a_row_of_failures():
+    decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.loses(other)
+    decode.advance(1)
+    decode.meets(other)
+    decode.do(decode.core.cancel("t", decode.now_s))
+    assert only_engine(decode).handshake_failures == 1
+    decode.hears(other, wire.Drained("t", 1))
+    assert only_engine(decode).handshake_failures == 0
+
+
 def test_each_renewal_that_finds_no_room_is_counted_once():
     decode, other = Decode(max_pending_pushes=3), Other("p0", ALONE)
     for names in (["t0", "t1"], ["t1", "t2", "t3", "t4"]):

@@ -219,6 +219,9 @@ def test_only_ranks_that_have_a_head_in_common_are_looked_at(share, other_size, 
 def test_a_share_knows_its_rank_and_crosses_the_wire():
     share = Share(pp_rank=1, pp_size=2, tp_rank=3, tp_size=4)
     assert share.rank == (1, 3) and share.tp == (3, 4)
+    assert str(share) == "rank (pp, tp) (1, 3) of pp_size=2, tp_size=4"
+    assert Share() == Share(pp_rank=0, pp_size=1, tp_rank=0, tp_size=1)
+    assert len({share, Share(1, 2, 3, 4)}) == 1
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(share), type=Share) == share
 
 
