@@ -93,8 +93,8 @@ def test_where_they_agree_a_stage_may_lack_a_group(prefill, decode):
     assert isinstance(answer(*prefill, *decode), wire.Welcome)
 
 
-def groups_asked_for(decode_share, decode_groups, prefill_share, prefill_groups):
-    """Of a prefill rank, in the order in which that rank holds them."""
+def groups_asked_for(decode_share, decode_groups, prefill_share, prefill_groups, with_blocks=None):
+    """Of a prefill rank, in the order in which that rank holds them. ``with_blocks``: some of the groups of decode."""
     ours, geometry = rank_of("d0", decode_share, decode_groups)
     theirs, _ = rank_of("p0", prefill_share, prefill_groups)
     config = make_config()
@@ -104,7 +104,7 @@ def groups_asked_for(decode_share, decode_groups, prefill_share, prefill_groups)
     }
     effects = core.expect(
         "t",
-        tuple(Place(group, 0, np.array([1, 2])) for group in decode_groups),
+        tuple(Place(group, 0, np.array([1, 2])) for group in with_blocks or decode_groups),
         num_blocks=2,
         source=Source("p0", theirs.share.pp_size, theirs.share.tp_size, addresses),
         deadline_s=10.0,
@@ -123,6 +123,10 @@ def groups_asked_for(decode_share, decode_groups, prefill_share, prefill_groups)
 
 def test_a_group_that_decode_lacks_is_passed_over():
     assert groups_asked_for(share_of(0, 1), ["mla"], share_of(0, 1), ["att", "mla"]) == ["mla"]
+
+
+def test_a_group_that_the_transfer_has_no_block_in_is_passed_over():
+    assert groups_asked_for(share_of(0, 1), BOTH, share_of(0, 1), BOTH, with_blocks=["mla"]) == ["mla"]
 
 
 def test_a_group_that_another_rank_writes_is_passed_over():

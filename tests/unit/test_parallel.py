@@ -120,6 +120,10 @@ def test_all_stages_of_the_other_side_take_part():
     assert writers(Share(pp_rank=0, pp_size=2), 3, 2, [4]) == {(s, t) for s in range(3) for t in range(2)}
 
 
+def test_ranks_that_have_their_state_to_themselves_meet_their_like_alone():
+    assert [meets((1, 3), (rank, 3), [PER_RANK]) for rank in range(3)] == [False, True, False]
+
+
 def test_without_groups_nobody_meets():
     assert not meets((0, 1), (0, 1), []) and not readers(Share(), 1, 1, []) and not writers(Share(), 1, 1, [])
 

@@ -467,6 +467,21 @@ def test_layers_that_touch_in_one_block_only_are_not_merged(uneven_side):
     assert len(pair(*((one, other) if uneven_side == "local" else (other, one))).local_rows) == 2
 
 
+@pytest.mark.parametrize("axis", ["B", "N"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_layers_are_merged_whatever_the_strides_of_axes_of_size_one(axis, side):
+    """Such a stride leads nowhere, and a peer may say what it likes."""
+    storage = torch.zeros(1, 2, 2, 2, 1, 8, dtype=torch.bfloat16)
+    both = [geometry_of({name: storage[:, i] for i, name in enumerate("ab")}, KVCacheSpec("BKHND"))] * 2
+    (group,) = both[side].groups
+    first, second = group.layers
+    strides = list(second.strides_bytes)
+    strides["BKHND".index(axis)] = 4096
+    odd = msgspec.structs.replace(second, strides_bytes=tuple(strides))
+    both[side] = msgspec.structs.replace(both[side], groups=(msgspec.structs.replace(group, layers=(first, odd)),))
+    assert len(pair(*both).local_rows) == 2 + 1
+
+
 def test_layers_apart_are_not_merged():
     assert len(pair(geometry("BKHND"), page_of_layers(layers=2)[1]).local_rows) == 2
     assert len(pair(page_of_layers(layers=2)[1], geometry("BKHND")).local_rows) == 2
