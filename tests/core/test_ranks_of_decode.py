@@ -145,6 +145,16 @@ def test_a_rank_that_is_never_reached_fails_the_receive_for_all():
     assert [message.epoch for message in decode.told(left, wire.Cancel)] == [1]
 
 
+def test_a_receive_that_is_over_does_not_end_again_when_a_rank_is_given_up():
+    decode, left, right = make_two(handshake_attempts=1)
+    decode.meets(left)
+    decode.do(decode.core.cancel("t", decode.now_s))
+    decode.loses(right)
+    assert outcomes(decode) == [("t", "cancelled")]
+    decode.hears(left, wire.Drained("t", 1))
+    assert decode.events[-1].proven
+
+
 def test_the_deadline_says_what_came_from_whom():
     decode, left, right = make_registered(receive_deadline_s=5)
     decode.arrives(left, 1, 0, 2)
