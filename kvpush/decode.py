@@ -304,7 +304,6 @@ class DecodeCore:
             return  # timed out a moment ago; the retry is under way
         self.counters["handshakes_succeeded"] += 1
         prefill.is_up = True
-        prefill.failed_dials = 0
         prefill.incarnation = message.incarnation
         prefill.agent_name = message.agent_name
         prefill.holdings = message.holdings

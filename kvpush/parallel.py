@@ -155,18 +155,17 @@ def _holders(heads: range, tp_size: int, total: int) -> range:
     """The ranks of an engine that hold any of these heads. They are always neighbours."""
     copies = _copies(tp_size, total)
     if copies > 1:
-        heads_of(0, tp_size, total)  # complains where the numbers do not fit
         return range(heads.start * copies, heads.stop * copies)
     share = len(heads_of(0, tp_size, total))
     return range(heads.start // share, (heads.stop - 1) // share + 1)
 
 
 def _candidates(tp: tuple[int, int], other_size: int, totals: tuple[int, ...]) -> list[int]:
-    """Ranks of the other side that have a head in common with this one: nobody else can meet it."""
+    """Ranks of the other side that have a head in common with this one: nobody else can meet it. There is one at least,
+    so that numbers that do not fit are refused when it is asked whether they meet."""
     found: set[int] = set()
     for total in totals:
         if total == PER_RANK:
-            _check_equal_sizes(tp[1], other_size)
             found.add(tp[0])
         else:
             found.update(_holders(heads_of(*tp, total), other_size, total))
@@ -180,7 +179,7 @@ def _writes(prefill_tp: tuple[int, int], decode_size: int, total: int) -> bool:
     our_copies, their_copies = _copies(prefill_tp[1], total), _copies(decode_size, total)
     copy = prefill_tp[0] % our_copies
     first = -(-copy * their_copies // our_copies)  # the first copy at decode that is not left to an earlier writer
-    return first < their_copies and first * our_copies // their_copies == copy
+    return first * our_copies // their_copies == copy
 
 
 def _check_equal_sizes(prefill_size: int, decode_size: int) -> None:

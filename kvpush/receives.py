@@ -137,7 +137,7 @@ class Leg:
             return f"0 of {self.receive.num_blocks} blocks"
         num_blocks = self.receive.num_blocks
         num_cells = sum(each.num_layers * each.num_slots for each in self.arrivals.values())
-        arrived = num_blocks * (num_cells - self.num_missing) // max(1, num_cells)
+        arrived = num_blocks * (num_cells - self.num_missing) // num_cells
         return f"{arrived} of {num_blocks} blocks"
 
 

@@ -369,7 +369,6 @@ class Registry:
                 if ok:
                     engine.heard_s = now_s
                     engine.failures = 0
-                    engine.retry_at_s = 0.0
             self._schedule(engine)
             if engine.state is State.stale:
                 self._evict_if_due(engine, now_s, effects)

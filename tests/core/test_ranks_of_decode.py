@@ -1,5 +1,6 @@
 """A receive from a prefill engine of several ranks: done when the last part of the last rank is there, not before."""
 
+import pytest
 from rank_cores import Decode, Other, address_of, source_of
 
 from kvpush import wire
@@ -144,6 +145,16 @@ def test_a_rank_that_is_never_reached_fails_the_receive_for_all():
     assert [message.epoch for message in decode.told(left, wire.Cancel)] == [1]
 
 
+def test_a_receive_that_is_over_does_not_end_again_when_a_rank_is_given_up():
+    decode, left, right = make_two(handshake_attempts=1)
+    decode.meets(left)
+    decode.do(decode.core.cancel("t", decode.now_s))
+    decode.loses(right)
+    assert outcomes(decode) == [("t", "cancelled")]
+    decode.hears(left, wire.Drained("t", 1))
+    assert decode.events[-1].proven
+
+
 def test_the_deadline_says_what_came_from_whom():
     decode, left, right = make_registered(receive_deadline_s=5)
     decode.arrives(left, 1, 0, 2)
@@ -152,6 +163,30 @@ def test_the_deadline_says_what_came_from_whom():
     end = decode.events[0]
     assert (end.outcome, end.code) == ("expired", "deadline")
     assert "1 of 2 ranks" in end.reason and "(0, 1) 1 of 2 blocks" in end.reason
+
+
+def test_the_deadline_names_up_to_eight_ranks():
+    decode = Decode(total_heads=16)
+    others = [Other("p0", Share(tp_rank=rank, tp_size=16), total_heads=16) for rank in range(16)]
+    decode.expect("t", [5, 6], others, deadline_s=1.0)
+    decode.meets(*others[:15])  # nobody has reached the last one
+    decode.arrives(others[0], 1, 0, 2)
+    decode.arrives(others[8], 1, 0, 1)
+    decode.advance(1)
+    parts = [f"of (0, {rank}) {int(rank == 8)} of 2 blocks" for rank in range(1, 9)]
+    assert f"the parts of 1 of 16 ranks (pp, tp) ({'; '.join(parts)}) came" in decode.events[0].reason
+
+
+@pytest.mark.parametrize(("is_met", "arrived"), [(False, 0), (True, 2)])
+def test_the_deadline_says_what_came_from_the_only_rank(is_met, arrived):
+    decode, other = Decode(handshake_timeout_s=2), Other("p0", Share())
+    decode.expect("t", [5, 6, 7], [other], deadline_s=1.0)
+    if is_met:
+        decode.meets(other)
+        decode.arrives(other, 1, 0, 2)
+        decode.arrives(other, 1, 2, 1, layers=range(1))  # of its two layers
+    decode.advance(1)
+    assert f"'t': {arrived} of 3 blocks came from prefill engine 'p0'" in decode.events[0].reason
 
 
 # --- pipeline stages -------------------------------------------------------------------------------------------------
@@ -180,6 +215,7 @@ def test_a_stage_without_a_layer_of_ours_is_told_so_and_not_waited_for():
     decode, first, second, third = make_stages(["a"], ["b"], ["c"])
     (registration,) = decode.told(third, wire.Register)
     assert registration.wants == ()
+    assert [engine.in_flight for engine in decode.registry.snapshot()] == [1, 1, 0]
     decode.arrives(first, 1, 0, 2, layers=range(1))
     decode.arrives(second, 1, 0, 2, layers=range(1))
     assert outcomes(decode) == [("t", "done")]
@@ -194,6 +230,27 @@ def test_a_layer_that_no_stage_holds_fails_the_receive_and_is_named():
     # the last one was not asked: a registration for nothing would let it call its push done
     assert not decode.told(second, wire.Register)
     assert [message.epoch for message in decode.told(second, wire.Withdraw)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("layers", "named"),
+    [
+        ("abcde", "of the 5 layers of decode engine 'd0', no stage of it holds 'b', 'c', 'd', 'e'"),
+        ("abcdef", "of the 6 layers of decode engine 'd0', no stage of it holds 'b', 'c', 'd', 'e' and 1 more"),
+    ],
+)
+def test_up_to_four_layers_are_named_and_the_others_counted(layers, named):
+    decode, *_ = make_stages(["a"], ["x"], layers=list(layers))
+    (end,) = decode.events
+    assert f"layers: {named}; prefill engine 'p0' has 2" in end.reason
+
+
+def test_what_was_never_asked_for_holds_no_block():
+    decode, alone = make_stages(["a"])
+    (end,) = decode.events
+    assert "'b'" in end.reason and "no stage" in end.reason
+    assert not decode.told(alone, wire.Register)
+    assert end.blocks_reusable
 
 
 def test_a_layer_that_two_stages_hold_fails_the_receive_and_is_named():

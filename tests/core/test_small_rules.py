@@ -16,7 +16,7 @@ from core_worlds import (
     part,
     run_to_the_end,
 )
-from rank_cores import ALONE, Decode, Other, Prefill, address_of
+from rank_cores import ALONE, Decode, Other, Prefill, address_of, source_of
 
 from kvpush import decode as decode_module
 from kvpush import metadata, wire
@@ -609,6 +609,19 @@ def test_prefill_that_has_not_said_welcome_is_not_told_goodbye():
     assert [type(message) for message in decode.told(other, object)] == [wire.Hello]
 
 
+def test_prefill_that_has_not_said_welcome_again_is_not_told_of_a_cancel_before_it_has():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.loses(other)
+    decode.advance(1)
+    decode.do(decode.core.link_opened(decode.dialled[address_of(other)], decode.now_s))
+    decode.do(decode.core.cancel("t", decode.now_s))
+    assert [type(message) for message in decode.told(other, object)] == [wire.Hello]
+    decode.meets(other)
+    assert len(decode.told(other, wire.Cancel)) == 1
+
+
 def test_a_second_welcome_and_a_failed_dial_are_counted_once():
     decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
     decode.expect("t", [7], [other])
@@ -666,3 +679,73 @@ def test_rule16_whose_registration_ended_last_is_remembered_longest():
     last, first = prefill.events
     assert "had ended with its decode engine: engine 'd0'" in last.reason
     assert "no decode engine has registered for it" in first.reason
+
+
+def test_a_silent_prefill_engine_is_hung_up_on_and_not_told_goodbye():
+    """Goodbye means that nothing is owed any more. What it was asked to write is asked again on the next link."""
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    link = decode.dialled[address_of(other)]
+    decode.advance(CONFIG.liveness_timeout_s)
+    decode.advance(CONFIG.handshake_backoff_max_s)
+    assert decode.dialled[address_of(other)] != link
+    assert not [message for to, message in decode.sent if to == link and isinstance(message, wire.Goodbye)]
+
+
+def test_a_hold_that_times_out_is_no_sign_of_life():
+    decode, other = Decode(liveness_timeout_s=20), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.do(decode.core.cancel("t", decode.now_s))
+    decode.advance(CONFIG.hold_timeout_s)
+    _, released = decode.events
+    assert not released.proven
+    assert only_engine(decode).silent_s == CONFIG.hold_timeout_s
+
+
+@pytest.mark.parametrize(("num_failures", "is_told"), [(1, True), (2, False)])
+def test_prefill_is_told_of_a_receive_of_no_block_as_long_as_others_would_wait(num_failures, is_told):
+    decode, other = Decode(handshake_attempts=2), Other("p0", ALONE)
+    decode.expect("empty", [], [other])
+    for _ in range(num_failures):
+        decode.loses(other)
+        decode.advance(1)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    told = [registration.transfer_id for registration in decode.told(other, wire.Register)]
+    assert told == (["t", "empty"] if is_told else ["t"])
+
+
+def test_an_answer_to_a_cancel_ends_a_row_of_failures():
+    decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.loses(other)
+    decode.advance(1)
+    decode.meets(other)
+    decode.do(decode.core.cancel("t", decode.now_s))
+    assert only_engine(decode).handshake_failures == 1
+    decode.hears(other, wire.Drained("t", 1))
+    assert only_engine(decode).handshake_failures == 0
+
+
+def test_each_renewal_that_finds_no_room_is_counted_once():
+    decode, other = Decode(max_pending_pushes=3), Other("p0", ALONE)
+    for names in (["t0", "t1"], ["t1", "t2", "t3", "t4"]):
+        decode.do(decode.core.renew(names, source=source_of([other]), now_s=decode.now_s))
+    assert decode.core.counters["renewals_dropped"] == 2
+    decode.meets(other)
+    (renewed,) = decode.told(other, wire.Renew)
+    assert renewed.transfer_ids == ["t2", "t3", "t4"]  # the oldest gave way
+
+
+def test_decode_says_how_many_there_are_of_everything():
+    decode, other = Decode(), Other("p0", ALONE)
+    for number, name in enumerate(("open", "also open", "held")):
+        decode.expect(name, [number], [other])
+    decode.meets(other)
+    decode.do(decode.core.cancel("held", decode.now_s))
+    assert decode.core.gauges() == {
+        "links": 1, "engines": 1, "receives_open": 2, "receives_held": 1,
+        "timers": 4,  # two deadlines, the end of the hold, and a heartbeat
+    }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpush import blocks
 from kvpush.blocks import check_block_ids, check_remote_ids, shared_positions, slots_between, slots_of
 from kvpush.errors import Failure, FailureCode, UsageError
 
@@ -69,6 +70,13 @@ def test_slots_between_are_a_part_of_all_slots(block_ids, per_block, start, leng
     end = min(start + length, len(ids) * per_block)
     start = min(start, end)
     assert slots_between(ids, per_block, start, end).tolist() == slots_of(ids, per_block)[start:end].tolist()
+
+
+def test_a_few_slots_of_a_long_list_are_laid_out_alone(monkeypatch):
+    laid_out = []
+    monkeypatch.setattr(blocks, "slots_of", lambda ids, per_block: laid_out.extend(ids) or slots_of(ids, per_block))
+    assert slots_between(np.arange(1000), 4, 4 * 500 + 1, 4 * 501 + 1).tolist() == [2001, 2002, 2003, 2004]
+    assert laid_out == [500, 501]
 
 
 # --- block ids -------------------------------------------------------------------------------------------------------
@@ -158,7 +166,11 @@ def test_checked_block_ids_are_a_copy(block_ids):
         (np.array(["1"]), "'1'"),
         (np.array([[1]]), "(1, 1)"),
         (np.array(1), "()"),
-        (torch.tensor([1.0]), "float32"),
+        (np.ma.array([1, 2], mask=[False, True]), "masked_array"),
+        (torch.tensor([1.0]), "a tensor of torch.float32; block ids are integers"),
+        (torch.tensor([1j]), "a tensor of torch.complex64; block ids are integers"),
+        (torch.tensor([1, 2]).to_sparse(), "a tensor of torch.int64 with layout torch.sparse_coo"),
+        (torch.zeros(2, dtype=torch.int64, device="meta"), "a tensor of torch.int64"),
         (torch.tensor([True]), "bool"),
         (torch.tensor(1), "()"),
         (torch.tensor([8]), "8"),

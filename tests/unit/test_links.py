@@ -36,3 +36,11 @@ def test_links_are_found_by_their_engine_in_the_order_in_which_they_came(steps):
     links.clear()
     assert not links
     assert links.of_engine("a") == []
+
+
+def test_rule16_nothing_is_left_of_an_engine_whose_links_are_gone():
+    links = Links()
+    for number in range(100):
+        links.add(link_of(number, f"d{number}"))
+        links.remove(b"link %d" % number)
+    assert not links._by_engine

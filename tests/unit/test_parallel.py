@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpush import parallel
 from kvpush.errors import ConfigurationError, Incompatible
 from kvpush.parallel import MAX_RANKS, NO_HEADS, PER_RANK, Share, heads_of, meets, readers, writers, written_heads
 
@@ -119,6 +120,10 @@ def test_all_stages_of_the_other_side_take_part():
     assert writers(Share(pp_rank=0, pp_size=2), 3, 2, [4]) == {(s, t) for s in range(3) for t in range(2)}
 
 
+def test_ranks_that_have_their_state_to_themselves_meet_their_like_alone():
+    assert [meets((1, 3), (rank, 3), [PER_RANK]) for rank in range(3)] == [False, True, False]
+
+
 def test_without_groups_nobody_meets():
     assert not meets((0, 1), (0, 1), []) and not readers(Share(), 1, 1, []) and not writers(Share(), 1, 1, [])
 
@@ -193,12 +198,34 @@ def test_the_largest_engines_a_peer_may_claim_cost_little():
     assert len(writers(Share(), 1, MAX_RANKS, [NO_HEADS])) == MAX_RANKS
 
 
+@pytest.mark.parametrize(
+    ("share", "other_size", "total", "candidates"),
+    [
+        (Share(tp_rank=1, tp_size=4), 8, 16, [2, 3]),
+        (Share(tp_rank=5, tp_size=8), 4, 16, [2]),
+        (Share(tp_rank=1, tp_size=2), 8, 4, [4, 5, 6, 7]),
+        (Share(tp_rank=5, tp_size=8), 2, 4, [1]),
+        (Share(tp_rank=1, tp_size=3), 3, PER_RANK, [1]),
+    ],
+)
+def test_only_ranks_that_have_a_head_in_common_are_looked_at(share, other_size, total, candidates, monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(parallel, "meets", lambda ours, theirs, totals: looked_at.append((ours[0], theirs[0])))
+    readers(share, 1, other_size, [total])
+    writers(share, 1, other_size, [total])
+    rank = share.tp_rank
+    assert looked_at == [(rank, each) for each in candidates] + [(each, rank) for each in candidates]
+
+
 # --- the share on the wire -------------------------------------------------------------------------------------------
 
 
 def test_a_share_knows_its_rank_and_crosses_the_wire():
     share = Share(pp_rank=1, pp_size=2, tp_rank=3, tp_size=4)
     assert share.rank == (1, 3) and share.tp == (3, 4)
+    assert str(share) == "rank (pp, tp) (1, 3) of pp_size=2, tp_size=4"
+    assert Share() == Share(pp_rank=0, pp_size=1, tp_rank=0, tp_size=1)
+    assert len({share, Share(1, 2, 3, 4)}) == 1
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(share), type=Share) == share
 
 

@@ -208,8 +208,9 @@ def test_a_single_block_has_a_stride_that_nixl_accepts():
 
 def test_heads_and_tokens_swapped_in_memory_are_refused_while_the_pieces_are_tiny():
     ours, theirs = geometry("BKHND"), geometry("BKHND", "BKNHD")
-    with pytest.raises(Incompatible, match=f"only 16 bytes .* at least {MIN_TILE_BYTES} are needed"):
+    with pytest.raises(Incompatible, match=f"only 16 bytes .* at least {MIN_TILE_BYTES} are needed") as caught:
         pair(ours, theirs)
+    assert "BKHND (H=2, N=4, D=8) here, BKNHD (N=4, H=2, D=8) at the peer" in caught.value.reason
     assert len(pair(ours, theirs, min_tile_bytes=16).local_rows) == 2 * 2 * 2 * 4
     assert len(pair(geometry("BKHND", D=512), geometry("BKHND", "BKNHD", D=512)).local_rows) == 2 * 2 * 2 * 4
 
@@ -441,6 +442,7 @@ def test_layers_side_by_side_on_both_sides_are_one_row():
     assert count(plan, range(6), [3, 7, 5], [1, 9, 4]) == (3, 3)
     assert count(plan, range(6), [3, 4, 5], [7, 8, 9]) == (3, 1)  # blocks side by side: NIXL merges them
     assert count(plan, range(1, 4), [3, 7], [1, 9]) == (6, 6)  # some of the layers: no row, so NIXL does not merge them
+    assert count(plan, range(2, 4), [3, 7], [1, 9]) == (4, 4)
     assert count(plan, range(2, 3), [3, 4], [7, 8]) == (2, 2)
     assert also_kept is not None
 
@@ -463,6 +465,21 @@ def test_layers_that_touch_in_one_block_only_are_not_merged(uneven_side):
     one, other = (geometry_of(tensors, KVCacheSpec("BND")) for tensors in (uneven, even))
     assert len(pair(other, other).local_rows) == 2 + 1
     assert len(pair(*((one, other) if uneven_side == "local" else (other, one))).local_rows) == 2
+
+
+@pytest.mark.parametrize("axis", ["B", "N"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_layers_are_merged_whatever_the_strides_of_axes_of_size_one(axis, side):
+    """Such a stride leads nowhere, and a peer may say what it likes."""
+    storage = torch.zeros(1, 2, 2, 2, 1, 8, dtype=torch.bfloat16)
+    both = [geometry_of({name: storage[:, i] for i, name in enumerate("ab")}, KVCacheSpec("BKHND"))] * 2
+    (group,) = both[side].groups
+    first, second = group.layers
+    strides = list(second.strides_bytes)
+    strides["BKHND".index(axis)] = 4096
+    odd = msgspec.structs.replace(second, strides_bytes=tuple(strides))
+    both[side] = msgspec.structs.replace(both[side], groups=(msgspec.structs.replace(group, layers=(first, odd)),))
+    assert len(pair(*both).local_rows) == 2 + 1
 
 
 def test_layers_apart_are_not_merged():
@@ -531,6 +548,25 @@ def test_rows_are_bounded():
     with pytest.raises(Failure, match="1048576 rows") as caught:
         pair(*(msgspec.structs.replace(side, groups=tuple(many)) for side in (ours, theirs)), min_tile_bytes=16)
     assert caught.value.code is FailureCode.bad_blocks
+
+
+def test_rows_are_bounded_where_every_part_of_a_block_has_its_own():
+    """The blocks of one side are apart, so that each of their 512 slots begins a row."""
+    group = vast(2, tokens=MAX_SLOTS_PER_BLOCK, layers=1025).groups[0]
+    apart = tuple(
+        msgspec.structs.replace(each, strides_bytes=(2 * MAX_SLOTS_PER_BLOCK, 1, 0), address=2**20 + place * 4096)
+        for place, each in enumerate(group.layers)
+    )
+    theirs = msgspec.structs.replace(group, layers=apart)
+    ours = vast(1, layers=1025).groups[0]
+    sides = CacheGeometry(geometry("BND").memory, (ours,)), CacheGeometry(geometry("BND").memory, (theirs,))
+    assert len(pair(*sides, min_tile_bytes=1).remote_rows) == 1025 * MAX_SLOTS_PER_BLOCK
+    twice = [
+        msgspec.structs.replace(side, groups=tuple(msgspec.structs.replace(side.groups[0], name=n) for n in "ab"))
+        for side in sides
+    ]
+    with pytest.raises(Failure, match="remote cache: .* 1048576 rows"):
+        pair(*twice, min_tile_bytes=1)
 
 
 def test_a_peer_s_layers_that_share_bytes_make_no_longer_rows():

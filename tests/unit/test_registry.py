@@ -495,6 +495,15 @@ def test_rule5_silence_is_not_judged_during_a_handshake():
     assert desk.is_attempt_current(d0, attempt)
 
 
+@pytest.mark.parametrize("shorter", ["engine_ttl_s", "liveness_timeout_s"])
+def test_rule5_the_patience_of_a_handshake_does_not_put_off_what_comes_after_it(shorter):
+    desk = Desk(**{"handshake_timeout_s": 100.0, shorter: 5.0})
+    d0 = desk.connect()
+    assert desk.next_due_s() == desk.clock() + 5
+    desk.pass_time(5)
+    assert desk.state_of(d0) is not State.connected
+
+
 def test_rule5_nobody_is_heard_before_it_was_dialled():
     """Decode names a prefill engine by its address; until it answers there is nobody who could fall silent."""
     desk = Desk(**HEARING)
@@ -746,6 +755,17 @@ def test_nobody_waits_nobody_is_told_that_the_backoff_is_over(desk):
     desk.fail(d0)
     assert desk.pass_time(2) == []
     assert desk.need(d0) is Need.handshake
+
+
+def test_the_end_of_a_backoff_is_not_announced_early(desk):
+    """The sweep looks when the attempt that failed would have been over, which is sooner."""
+    d0, _ = desk.admit("d0", "one", "host:1")
+    desk.fail(d0)
+    desk.need(d0)
+    retry_in_s = desk.of(d0).retry_in_s
+    assert desk.config.handshake_timeout_s < retry_in_s
+    assert desk.pass_time(desk.config.handshake_timeout_s) == []
+    assert desk.pass_time(retry_in_s - desk.config.handshake_timeout_s) == [RetryDue("d0", d0)]
 
 
 def test_an_attempt_takes_the_announcement_with_it(desk):

@@ -1,5 +1,7 @@
 """Timers: at most one per key, earliest first, and bounded however often they are moved."""
 
+import heapq
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,6 +128,24 @@ def test_g1_moving_one_timer_for_ever_does_not_grow_the_heap():
         timers.set("a", float(step))
     assert len(timers._heap) <= 65
     assert due_at(timers, 1e9) == ["a"]
+
+
+def test_g1_when_dead_entries_are_cleared_away_the_others_are_still_in_order():
+    timers = Timers()
+    for step in range(4):
+        for key in range(100):
+            timers.set(key, float(1000 * step - key))  # the youngest first
+            assert len(timers._heap) <= 2 * 100
+    assert due_at(timers, 3000.0) == list(reversed(range(100)))
+
+
+def test_timers_that_are_all_alive_are_never_put_in_order_anew(monkeypatch):
+    """Thousands of receives have one each: it would be done for every one of them."""
+    monkeypatch.setattr(heapq, "heapify", None)
+    timers = Timers()
+    for key in range(1000):
+        timers.set(key, float(key))
+    assert len(due_at(timers, 1000.0)) == 1000
 
 
 def test_g1_keys_that_come_and_go_do_not_grow_the_heap():

@@ -34,3 +34,9 @@ def test_it_is_there_until_its_time_is_over_and_then_it_is_gone():
 
 def test_one_that_belonged_to_no_registration_is_older_than_any():
     assert stone().is_before("anybody", 0) and not stone().epochs
+
+
+def test_a_registration_that_is_repeated_is_no_newer_than_its_transfer():
+    ended = Tombstone(FailureCode.closing, "ended", is_push_awaited=True, epochs={"one life": 5})
+    assert [ended.is_before("one life", epoch) for epoch in (4, 5, 6)] == [False, False, True]
+    assert ended.is_before("another life", 1)
