@@ -73,6 +73,7 @@ class Push(Account[PushFinished]):
     # whom it writes to, by rank of decode, once a WRITE was posted
     receives: dict[Rank, Receive] = field(default_factory=dict, repr=False)
     lease_from_s: float = 0.0  # the last thing that can have extended its lease
+    pushed_s: float = 0.0  # its last chunk, which has extended it for certain
     told_code: FailureCode | None = None  # the first cause that decode was told while a WRITE was in flight
 
 

@@ -239,7 +239,11 @@ class FirstCause(Observer):
     name = "first-cause"
 
     def __init__(self, world: World) -> None:
-        pass
+        self._cancelled: set[tuple[int, str]] = set()  # (life, transfer id)
+
+    def called(self, engine: Engine, call: str, transfer_id: str, detail: str) -> None:
+        if call == "cancel":
+            self._cancelled.add((engine.life, transfer_id))
 
     def sent(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
         if not isinstance(message, wire.Failed) or message.settled or not isinstance(engine, PrefillEngine):
@@ -254,6 +258,11 @@ class FirstCause(Observer):
     def emitted(
         self, engine: Engine, account: Push | Receive, event: PushFinished | ReceiveFinished | BlocksReleased
     ) -> None:
+        if isinstance(event, BlocksReleased):
+            return
+        is_own = (engine.life, event.transfer_id) in self._cancelled
+        if event.code is FailureCode.cancelled_by_caller and not is_own:
+            raise Violation(self.name, f"{engine!r}: {event}, which its caller never cancelled")
         if isinstance(account, Push) and isinstance(event, PushFinished) and account.told_code is not None:
             code = None if event.code is None else as_decode_sees_it(event.code)
             if code != account.told_code:
@@ -274,8 +283,24 @@ class ToldAtOnce(Observer):
         # (decode's life, epoch) -> by life of each rank of prefill, the newest
         self._registered: dict[tuple[int, int], dict[int, _Claim]] = {}
         self._cancels: set[tuple[int, int, int]] = set()  # (decode's life, epoch, prefill's life)
-        self._unheard: list[tuple[float, _Claim, PushFinished]] = []
+        self._unheard: list[tuple[float, _Claim, str]] = []  # (when, who must hear, of what)
         self._ended: list[_Claim] = []
+
+    def called(self, engine: Engine, call: str, transfer_id: str, detail: str) -> None:
+        """What its own caller says ends registrations for which nothing was pushed."""
+        if not isinstance(engine, PrefillEngine):
+            return
+        for (life, waiting_id), claims in self._claims.items():
+            if life != engine.life or engine.open_push(waiting_id) is not None:
+                continue
+            for claim in claims:
+                is_meant = (
+                    call == "drain"
+                    or (call == "cancel" and waiting_id == transfer_id)
+                    or (call == "drop_engine" and claim.decode.engine_id == detail)
+                )
+                if is_meant:
+                    self._unheard.append((self._world.clock() + SOON_S, claim, f"{call} of {waiting_id!r}"))
 
     def sent(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
         if isinstance(message, wire.Cancel) and peer is not None:
@@ -291,6 +316,15 @@ class ToldAtOnce(Observer):
             claim = self._registered.get((peer.life, message.epoch), {}).get(engine.life)
             if claim is not None:
                 self._claims.setdefault((engine.life, message.transfer_id), []).append(claim)
+        elif isinstance(message, wire.Cancel) and isinstance(engine, PrefillEngine) and peer is not None:
+            claims = self._claims.get((engine.life, message.transfer_id), [])
+            mine = [claim for claim in claims if claim.decode is peer]
+            if engine.open_push(message.transfer_id) is not None or not mine or mine[-1].epoch != message.epoch:
+                return
+            for claim in claims:  # the other ranks of its engine, which wait for nothing any more
+                if claim.decode is not peer and claim.decode.engine_id == peer.engine_id:
+                    due_s = self._world.clock() + SOON_S
+                    self._unheard.append((due_s, claim, f"{peer!r} has cancelled {message.transfer_id!r}"))
 
     def emitted(
         self, engine: Engine, account: Push | Receive, event: PushFinished | ReceiveFinished | BlocksReleased
@@ -298,7 +332,7 @@ class ToldAtOnce(Observer):
         if isinstance(event, PushFinished):
             for claim in self._claims.pop((engine.life, event.transfer_id), []):
                 if event.outcome is not Outcome.done and claim.decode.engine_id == event.engine_id:
-                    self._unheard.append((self._world.clock() + SOON_S, claim, event))
+                    self._unheard.append((self._world.clock() + SOON_S, claim, str(event)))
         elif isinstance(event, ReceiveFinished) and isinstance(account, Receive) and account.epoch is not None:
             is_own_decision = event.outcome is Outcome.expired or event.code is FailureCode.cancelled_by_caller
             for claim in self._registered.get((engine.life, account.epoch), {}).values():
@@ -318,7 +352,7 @@ class ToldAtOnce(Observer):
         if self._unheard:
             self._unheard = [promise for promise in self._unheard if self._is_owed(*promise)]
 
-    def _is_owed(self, due_s: float, claim: _Claim, event: PushFinished) -> bool:
+    def _is_owed(self, due_s: float, claim: _Claim, event: str) -> bool:
         if claim.receive.is_over or claim.is_settled or not claim.is_heard(self._world):
             return False
         if self._world.clock() > due_s:
@@ -375,6 +409,18 @@ class InTime(Observer):
     def __init__(self, world: World) -> None:
         self._world = world
         self._cancelled: list[tuple[Engine, Push | Receive]] = []
+
+    def emitted(
+        self, engine: Engine, account: Push | Receive, event: PushFinished | ReceiveFinished | BlocksReleased
+    ) -> None:
+        if isinstance(event, BlocksReleased) or event.outcome is not Outcome.expired:
+            return
+        if isinstance(account, Push):
+            due_s = account.pushed_s + engine.config.lease_s
+        else:
+            due_s = account.deadline_s
+        if engine.now_s() < due_s - EPSILON_S:
+            raise Violation("not-too-early", f"{engine!r}: {event}, which had {due_s - engine.now_s():g} s left")
 
     def called(self, engine: Engine, call: str, transfer_id: str, detail: str) -> None:
         if call == "cancel":

@@ -76,7 +76,7 @@ class PrefillEngine(Engine):
             self.pushes.append(push)
         self._called("push", transfer_id, _shown(positions, last=last, fenced=fenced))
         push.block_ids |= positions
-        push.lease_from_s = self.now_s()
+        push.lease_from_s = push.pushed_s = self.now_s()
         index, push.num_chunks = push.num_chunks, push.num_chunks + 1
         push.has_last = push.has_last or last
         self._owners |= dict.fromkeys(block_ids, push)

@@ -457,6 +457,8 @@ class World:
         counts = engine.transport.counts
         links = gauges["links"] if isinstance(engine, DecodeEngine) else 0  # each has its heartbeat's timer
         left = {name: gauges[name] for name in _EMPTY_AT_REST & gauges.keys() if gauges[name]}
+        if isinstance(engine, DecodeEngine) and (engine.core.is_written_to or engine.core.is_write_under_way):
+            raise Violation("nothing-is-left", f"{engine!r} is at rest, but looks for WRITEs")
         if left or gauges["timers"] > links or counts.writes_posted != counts.writes_released:
             reason = f"{engine!r} is at rest, but has {left}, {gauges['timers']} timers, {counts}"
             raise Violation("nothing-is-left", reason)
