@@ -541,7 +541,7 @@ class PrefillCore:
             push = self._pushes.get(transfer_id)
             if push is None or push.cause is not None:
                 continue
-            if not push.legs or any(each.link is link for each in push.registrations):
+            if push.engine_id in (None, link.hello.engine_id):  # whichever of its ranks still queues
                 self.counters["leases_renewed"] += 1
                 self._renew_lease(push, now_s)
 

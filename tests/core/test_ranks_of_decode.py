@@ -396,3 +396,26 @@ def test_d1_a_prefix_hit_is_counted_from_its_own_block():
     assert decode.core.counters["notifications_malformed"] == 1
     decode.arrives(prefill, 1, 4, 2)
     assert outcomes(decode) == [("t", "done")]
+
+
+def test_rule4_a_hold_that_runs_out_is_no_sign_of_life():
+    """Nobody confirmed anything: a dead engine must not count as heard whenever a receive of it is given up."""
+    decode = Decode(liveness_timeout_s=60, heartbeat_interval_s=20, hold_timeout_s=6)
+    (other,) = others = [Other("p0", Share())]
+    decode.expect("t", [1], others)
+    decode.meets(other)
+    decode.do(decode.core.cancel("t", decode.now_s))
+    decode.advance(7)
+    assert [event.transfer_id for event in decode.events] == ["t", "t"]
+    (seen,) = decode.registry.snapshot()
+    assert (seen.in_flight, seen.silent_s) == (0, 7)
+
+
+def test_rule18_prefill_is_told_how_much_of_the_deadline_is_left_when_it_is_asked():
+    decode = Decode(handshake_timeout_s=20, liveness_timeout_s=60)
+    (other,) = others = [Other("p0", Share())]
+    decode.expect("t", [1], others, deadline_s=30)
+    decode.advance(5)
+    decode.meets(other)
+    (registration,) = decode.told(other, wire.Register)
+    assert registration.remaining_ms == 25_000

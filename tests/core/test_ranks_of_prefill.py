@@ -647,3 +647,91 @@ def test_pieces_stay_within_the_largest_write_and_the_number_of_spans():
         sizes += [sum(piece.num_cells for piece in effect.pieces) // 2 for effect in list(prefill.posted.values())[-1:]]
     assert max(sizes) <= 3
     assert [end.outcome for end in prefill.events] == ["done"]
+
+
+def test_rule10_no_rank_is_served_again_under_what_it_asked_of_an_earlier_use_of_the_id():
+    """As in test_pair, of every rank: had only one been remembered, another could be written twice."""
+    prefill, left, right = make_two()
+    prefill.push("t", [1], last=False)
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(right, "t", 9, [3, 4])
+    prefill.answers(left, right)
+    for other in (left, right):
+        prefill.settles(prefill.write_to(other))
+    prefill.do(prefill.core.cancel("t", prefill.now_s))
+    assert [event.outcome for event in prefill.events] == ["cancelled"]
+    prefill.push("t", [1, 2])
+    for other, epoch, block_ids in ((right, 9, [3, 4]), (left, 7, [5, 6])):  # its news was lost with its link
+        prefill.registers(other, "t", epoch, block_ids)
+        again = prefill.told(other, wire.Failed)[-1]
+        assert (again.epoch, again.code, again.settled) == (epoch, FailureCode.cancelled_by_peer, True)
+        assert len(prefill.told(other, wire.Failed)) == 2
+    assert not prefill.posted
+
+
+def test_each_rank_of_decode_renews_the_lease_of_a_push_that_waits_for_several():
+    prefill, left, right = make_two(lease_s=10, liveness_timeout_s=60, heartbeat_interval_s=20, handshake_timeout_s=50)
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(right, "t", 9, [3, 4])
+    for renewing in (left, right):
+        prefill.advance(9)
+        prefill.hears(renewing, wire.Renew(["t"]))
+    assert prefill.core.counters["leases_renewed"] == 2
+    prefill.advance(9)
+    assert not prefill.events
+    prefill.advance(2)
+    assert [event.outcome for event in prefill.events] == ["expired"]
+
+
+def test_j7_nobody_renews_the_lease_of_what_waits_for_another_engine():
+    prefill, left, _ = make_two(lease_s=10, liveness_timeout_s=60, heartbeat_interval_s=20)
+    stranger = Other("d1", Share(tp_rank=0, tp_size=2))
+    prefill.meets(stranger)
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.answers(left)
+    prefill.settles(prefill.write_to(left))
+    prefill.advance(9)
+    prefill.hears(stranger, wire.Renew(["t"]))
+    assert prefill.core.counters["leases_renewed"] == 0
+    prefill.advance(2)
+    assert [event.outcome for event in prefill.events] == ["expired"]
+
+
+def test_rule11_what_waits_for_its_push_ends_with_news_for_every_rank():
+    prefill, left, right = make_two()
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.registers(right, "t", 9, [3, 4])
+    prefill.do(prefill.core.cancel("t", prefill.now_s))
+    for other, epoch in ((left, 7), (right, 9)):
+        (failed,) = prefill.told(other, wire.Failed)
+        assert (failed.epoch, failed.code, failed.settled) == (epoch, FailureCode.cancelled_by_peer, True)
+
+
+def test_rule14_a_push_that_waits_for_its_caller_ends_with_the_life_of_decode_that_it_was_for():
+    """It would bring the old incarnation back, and with it end all that the new one has asked for."""
+    prefill, before, after = Prefill(), Other("d0", Share()), Other("d0", Share())
+    prefill.meets(before)
+    prefill.push("t", [1], last=False)
+    prefill.registers(before, "t", 7, [5, 6])
+    prefill.answers(before)
+    prefill.settles(next(iter(prefill.posted)))
+    assert not prefill.events
+    prefill.meets(after)
+    assert [(event.outcome, event.code) for event in prefill.events] == [("failed", FailureCode.peer_restarted)]
+    prefill.push("t", [2], index=1, first_block=1)
+    current = [seen.incarnation for seen in prefill.registry.snapshot() if seen.state != "evicted"]
+    assert current == [after.identity.incarnation] and not prefill.posted
+
+
+def test_a_rank_that_still_queues_renews_the_lease_although_another_has_registered():
+    prefill, left, right = make_two(lease_s=10, liveness_timeout_s=60, heartbeat_interval_s=20)
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.answers(left)
+    prefill.settles(prefill.write_to(left))
+    prefill.advance(9)
+    prefill.hears(right, wire.Renew(["t"]))
+    prefill.advance(9)
+    assert prefill.core.counters["leases_renewed"] == 1 and not prefill.events
