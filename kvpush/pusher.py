@@ -380,8 +380,9 @@ class _PushLoop(Loop):
         self._fences.clear()
         self._guarded(lambda: self._perform(self._core.abandon(self._clock())))
         is_destroyed = self._guarded(self._close_transport)
-        self._guarded(lambda: self._perform(self._core.transport_closed(self._clock())))
-        if is_destroyed:  # nothing reads any more what a loop that died left behind
+        if is_destroyed:  # else nothing is proven, and a goodbye would say that it were
+            self._guarded(lambda: self._perform(self._core.transport_closed(self._clock())))
+            # nothing reads any more what a loop that died left behind
             for transfer_id in self._events.held():
                 self._events.put(BlocksReleased(transfer_id, proven=True, reason="this side's agent is destroyed"))
         if self._listener is not None:

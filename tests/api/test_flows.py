@@ -452,6 +452,8 @@ def test_identical_repetitions_are_folded_and_different_ones_refused(pair):
     for _ in range(3):
         expect(prefill, decode, "t1", [1, 2])
         prefill.push("t1", [5], last=False)
+    with pytest.raises(kvpush.UsageError, match="expected already"):
+        expect(prefill, decode, "t1", [1, 2], source_incarnation=prefill.pusher.incarnation)
     with pytest.raises(kvpush.UsageError, match="overlap"):
         prefill.pusher.push("t1", [7], first_block=0, last=False)
     for _ in range(3):
