@@ -20,7 +20,7 @@ class HoldPolicy(enum.StrEnum):
     keep = "keep"  # keep them until something proves them quiet, or until close()
 
 
-_FOREVER_S = 10 * 365 * 86400.0
+_FOREVER_S = 10 * 365 * 86400.0  # ten years
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,9 @@ def _checked(name: str, value: Any, default: Any) -> Any:
     else:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigurationError(f"{name}={value!r} must be a number of seconds")
-        if not math.isfinite(value) or not 0 < value <= _FOREVER_S:
+        if not math.isfinite(value) or value <= 0:
             raise ConfigurationError(f"{name}={value!r} must be above 0 and finite")
+        if value > _FOREVER_S:
+            raise ConfigurationError(f"{name}={value!r} must be at most {_FOREVER_S:.0f} seconds, which is ten years")
         return float(value)
     return value

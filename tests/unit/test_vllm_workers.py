@@ -376,6 +376,22 @@ def test_numbers_add_up_and_are_summed_up(tally):
     assert lines["push_failures_peer_lost"] == 1 and lines["received_blocks"] == 3
 
 
+def test_failures_are_counted_by_cause(tally):
+    tally.pushed(push_ended("t", Outcome.failed, code=FailureCode.write_failed))
+    tally.pushed(push_ended("u", Outcome.expired, code=FailureCode.lease_expired))
+    tally.pushed(push_ended("v", Outcome.cancelled, code=FailureCode.cancelled_by_peer))
+    tally.received(receive_ended("t", Outcome.failed, code=FailureCode.peer_lost))
+    tally.received(receive_ended("u", Outcome.expired, code=FailureCode.deadline))
+    tally.received(receive_ended("v", Outcome.expired, code=FailureCode.deadline))
+    tally.received(receive_ended("w", Outcome.cancelled, code=FailureCode.cancelled_by_caller))
+    assert {name: value for name, value in tally.take().items() if "_failures_" in name} == {
+        "push_failures_write_failed": 1,
+        "push_failures_lease_expired": 1,
+        "receive_failures_peer_lost": 1,
+        "receive_failures_deadline": 2,
+    }
+
+
 def test_reports_of_several_workers_add_up():
     report = Report(Counter([1]), Counter("a"), Counter()).add(Report(Counter([1, 2]), Counter(), Counter("b")))
     assert report == Report(Counter({1: 2, 2: 1}), Counter("a"), Counter("b"))

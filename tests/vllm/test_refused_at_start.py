@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from children import EngineProcess
+from children import ROOT, EngineProcess
 
 pytestmark = [pytest.mark.nixl, pytest.mark.processes]
 
@@ -26,6 +31,49 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a setting of vLLM's connector": ({}, {"push_registration_timeout": 5}, "its counterpart is receive_deadline_s"),
     "a setting out of range": ({}, {"lease_s": -1.0}, "lease_s=-1.0"),
 }
+
+
+# The configuration alone, on a CPU that is said to have CUDA graphs: with those vLLM asks the connector about them.
+CONFIGURE = """
+import json, sys
+from vllm.config import CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms.cpu import CpuPlatform
+
+def with_graphs(cls, config, keep=CpuPlatform.check_and_update_config.__func__):
+    keep(cls, config)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+
+CpuPlatform.check_and_update_config = classmethod(with_graphs)
+CpuPlatform.support_static_graph_mode = classmethod(lambda cls: True)
+for extra in json.loads(sys.argv[2]):
+    kv = {
+        "kv_connector": "KvPushConnector",
+        "kv_connector_module_path": "kvpush.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    try:
+        config = EngineArgs(model=sys.argv[1], max_model_len=2048, kv_transfer_config=kv).create_engine_config()
+        print("accepted with", config.compilation_config.cudagraph_mode.name)
+    except ValueError as exc:
+        print("refused:", str(exc).replace(chr(10), " "))
+"""
+
+
+def test_with_cuda_graphs_wrong_settings_are_found_before_the_model_is_loaded(model: Path) -> None:
+    cases = json.dumps([{"eager_handshake": "yes"}, {"lease": 5}, {}])
+    found = subprocess.run(
+        [sys.executable, "-c", CONFIGURE, str(model), cases],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+    ).stdout.splitlines()[-3:]
+    assert "eager_handshake='yes' must be true or false" in found[0]
+    assert "lease=5 is no setting of KvPushConnector" in found[1]
+    assert found[2].startswith("accepted with FULL_"), found
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ class Servers:
 
     def proxy(self, prefills: list[str], decodes: list[str], dispatch: str) -> str:
         """A proxy in front of some of them."""
-        name, port = f"proxy-{dispatch}-{'-'.join(prefills)}", free_port()
+        name, port = f"proxy-{dispatch}-{'-'.join(prefills + decodes)}", free_port()
         arguments = ["--port", str(port), "--dispatch", dispatch]
         for server in prefills:
             arguments += ["--prefill", f"{self.url(server)},{server},127.0.0.1:{self.kv_ports[server]}"]
@@ -123,6 +123,28 @@ def test_a_hundred_requests_at_once(
     assert all(received.values()), "every decode engine had its share"
 
 
+@pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
+def test_samples_and_lists_of_prompts_have_the_right_text(servers: Servers, dispatch: str) -> None:
+    """Prefill computes a prompt once. A list goes to both servers at once, or not at all."""
+    from openai import BadRequestError, OpenAI
+
+    url = servers.proxy(["s0"], ["s1"], dispatch)
+    first, second = list(range(2, 150)), list(range(99, 2, -1))
+    alone = texts(servers.url("s2"), [first, second])
+    options: dict[str, Any] = {"model": "tiny", "max_tokens": NUM_TOKENS, "temperature": 0}
+    options["extra_body"] = {"ignore_eos": True}
+    with OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        samples = client.completions.create(prompt=first, n=3, **options | {"temperature": 1e-3}).choices
+        assert [choice.text for choice in samples] == alone[:1] * 3
+        if dispatch == "sequential":
+            with pytest.raises(BadRequestError, match="dispatch concurrent"):
+                client.completions.create(prompt=[first, second], **options)
+        else:
+            choices = client.completions.create(prompt=[first, second], **options).choices
+            assert [choice.text for choice in choices] == alone
+
+
 def answer(url: str, body: dict[str, Any]) -> str:
     raw = json.dumps({"model": "tiny", "max_tokens": 4, "temperature": 0} | body).encode()
     request = urllib.request.Request(f"{url}/v1/completions", raw, {"Content-Type": "application/json"})
@@ -158,7 +180,8 @@ def test_a_server_that_is_stopped_lets_nobody_wait(servers: Servers) -> None:
     expected = answer(servers.url("s1"), body)
     source = {"do_remote_prefill": True, "remote_engine_id": "s0", "remote_host": "127.0.0.1"}
     kv = source | {"remote_port": servers.kv_ports["s0"], "transfer_id": "never-pushed"}
-    before = servers.metric("s2", "vllm:kvpush_receives_failed_total")
+    names = ("vllm:kvpush_receives_failed_total", "vllm:kvpush_receive_failures_total{code=")
+    before = [servers.metric("s2", name) for name in names]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(answer, servers.url("s2"), body | {"kv_transfer_params": kv})
         give_up_s = time.monotonic() + 30
@@ -167,5 +190,5 @@ def test_a_server_that_is_stopped_lets_nobody_wait(servers: Servers) -> None:
         assert not waiting.done()
         servers.stop("s0")
         assert waiting.result(30) == expected
-    assert servers.metric("s2", "vllm:kvpush_receives_failed_total") == before + 1
+    assert [servers.metric("s2", name) for name in names] == [number + 1 for number in before]
     assert ": receive never-pushed#" in (servers.logs / "s2.log").read_text(errors="replace")

@@ -39,7 +39,7 @@ from kvpush.integrations.vllm.metrics import KvPushMetrics, KvPushStats
 from kvpush.integrations.vllm.params import BadParams, Source, check_role
 from kvpush.integrations.vllm.prefill_scheduler import PrefillScheduler
 from kvpush.integrations.vllm.prefill_worker import PrefillWorker
-from kvpush.integrations.vllm.settings import Settings
+from kvpush.integrations.vllm.settings import Settings, default_listen
 from kvpush.integrations.vllm.tally import Tally
 from kvpush.integrations.vllm.versions import check_version, minor_of
 from kvpush.integrations.vllm.work import Report, StepWork
@@ -90,13 +90,11 @@ class KvPushConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer_config = vllm_config.kv_transfer_config
-        default_listen = _default_listen(vllm_config)
-        settings = Settings.of(transfer_config.kv_connector_extra_config, default_listen=default_listen)
-        check_version(vllm.__version__, allow_untested=settings.allow_untested_vllm)
+        settings = _settings(transfer_config.kv_connector_extra_config)
         self._is_producer = transfer_config.kv_role in ("kv_producer", "kv_both")
         self._is_consumer = transfer_config.kv_role in ("kv_consumer", "kv_both")
         if self._is_producer:
-            settings.check_listen()
+            settings.check_listen(_num_ranks(vllm_config))
         self._worker: _Worker | None = None
         self._scheduler: _Scheduler | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -110,6 +108,13 @@ class KvPushConnector(KVConnectorBase_V1, SupportsHMA):
         if vllm_config.model_config is None or vllm_config.model_config.use_mla:
             return None
         return "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. Where there are CUDA graphs, vLLM asks while it makes its configuration: wrong settings are found here,
+        and not after the model was loaded."""
+        _settings(extra_config)
+        return False
 
     # --- in the scheduler's process ----------------------------------------------------------------------------------
 
@@ -446,9 +451,19 @@ def _only_group(kv_cache_config: KVCacheConfig) -> int:
     return int(group_ids[0])
 
 
-def _default_listen(vllm_config: VllmConfig) -> str:
-    """Where vLLM's own NIXL connectors listen."""
-    return f"{envs.VLLM_NIXL_SIDE_CHANNEL_HOST}:{envs.VLLM_NIXL_SIDE_CHANNEL_PORT}"
+def _settings(extra_config: dict[str, Any]) -> Settings:
+    """What the operator said, and that this vLLM will do. It listens by default where vLLM's own NIXL connectors do."""
+    listen = default_listen(envs.VLLM_NIXL_SIDE_CHANNEL_HOST, envs.VLLM_NIXL_SIDE_CHANNEL_PORT)
+    settings = Settings.of(extra_config, default_listen=listen)
+    check_version(vllm.__version__, allow_untested=settings.allow_untested_vllm)
+    return settings
+
+
+def _num_ranks(vllm_config: VllmConfig) -> int:
+    """How many ports there are from the first one to the last of this engine. Other data ranks check their own."""
+    parallel = vllm_config.parallel_config
+    num_data_ranks = int(parallel.data_parallel_index) + 1
+    return num_data_ranks * int(parallel.pipeline_parallel_size) * int(parallel.tensor_parallel_size)
 
 
 def _ranks(vllm_config: VllmConfig) -> tuple[int, int, int]:

@@ -7,6 +7,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
+from kvpush.errors import FailureCode
 from kvpush.events import Outcome
 from kvpush.integrations.vllm.tally import added, summary
 
@@ -48,6 +49,8 @@ class KvPushMetrics(KVConnectorPromMetrics):
         self._counters["pushed_bytes"] = self._per_engine(
             self._counter_cls, "vllm:kvpush_pushed_bytes", "bytes of KV cache that were written and confirmed"
         )
+        for side in ("push", "receive"):
+            self._counters |= self._failures(side)
         self._histograms = {
             name: self._per_engine(
                 self._histogram_cls, f"vllm:kvpush_{metric}_seconds", documentation, buckets=_SECONDS
@@ -61,6 +64,21 @@ class KvPushMetrics(KVConnectorPromMetrics):
     def _per_engine(self, kind: Any, name: str, documentation: str, **options: Any) -> Any:
         metric = kind(name=name, documentation=documentation, labelnames=self._labelnames, **options)
         return create_metric_per_engine(metric, self.per_engine_labelvalues)
+
+    def _failures(self, side: str) -> dict[str, Any]:
+        """One counter with a label, under the names that the tally has for its codes. All codes are there from the
+        start: an increase from nothing to one is not seen by those who watch increases."""
+        counter = self._counter_cls(
+            name=f"vllm:kvpush_{side}_failures",
+            documentation=f"KV cache transfers ({side}) that failed or expired, by cause",
+            labelnames=[*self._labelnames, "code"],
+        )
+        return {
+            f"{side}_failures_{code}": {
+                index: counter.labels(*values, code.value) for index, values in self.per_engine_labelvalues.items()
+            }
+            for code in FailureCode
+        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's numbers."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvpush.config import Config
-from kvpush.endpoint import check_advertised, parse_listen
+from kvpush.endpoint import MAX_PORT, check_advertised, parse_listen
 from kvpush.errors import ConfigurationError
 from kvpush.integrations.vllm.versions import ALLOW_SETTING
 
@@ -29,6 +29,7 @@ _BUILT_IN_NAMES = {
 }
 BACKOFF_MAX_S = 1.0
 _CONFIG_NAMES = frozenset(field.name for field in dataclasses.fields(Config))
+_CONFIG_FLAGS = frozenset(field.name for field in dataclasses.fields(Config) if isinstance(field.default, bool))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +69,23 @@ class Settings:
         endpoint = parse_listen(self.listen)
         return endpoint.host, endpoint.port + rank if endpoint.port else 0
 
-    def check_listen(self) -> None:
-        """For an engine that others dial: complain before anything is opened."""
+    def check_listen(self, num_ranks: int) -> None:
+        """For an engine that others dial, on ``num_ranks`` ports: complain before anything is opened."""
         endpoint = parse_listen(self.listen)
+        last_port = self.listen_of_rank(num_ranks - 1)[1]
+        if last_port > MAX_PORT:
+            raise ConfigurationError(
+                f"listen={self.listen!r}: each of {num_ranks} ranks takes a port, up to {last_port}; "
+                f"the highest port is {MAX_PORT}"
+            )
         check_advertised(endpoint, self.advertise or None)
         if self.advertise and parse_host(self.advertise) != self.advertise:
             raise ConfigurationError(f"advertise={self.advertise!r}: give a host without a port; each rank has its own")
+
+
+def default_listen(host: str, port: int) -> str:
+    """One text of vLLM's host and port. A host with colons wears brackets, whether it brings them or not."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def parse_host(text: str) -> str:
@@ -88,6 +100,8 @@ def _known() -> set[str]:
 
 def _config(environ: Mapping[str, str] | None, overrides: dict[str, Any]) -> Config:
     environ = os.environ if environ is None else environ
+    for name in _CONFIG_FLAGS & overrides.keys():
+        _checked_flag(name, overrides[name])
     is_said = "handshake_backoff_max_s" in overrides or "KVPUSH_HANDSHAKE_BACKOFF_MAX_S" in environ
     config = Config.from_env(environ, **overrides)
     if is_said:
@@ -103,7 +117,11 @@ def _text(rest: dict[str, Any], name: str, default: str) -> str:
 
 
 def _flag(rest: dict[str, Any], name: str, *, default: bool) -> bool:
-    value = rest.pop(name, default)
+    return _checked_flag(name, rest.pop(name, default))
+
+
+def _checked_flag(name: str, value: object) -> bool:
+    """In the words of JSON, where it was written."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r} must be true or false")
     return value

@@ -10,6 +10,8 @@ MAX_DURATIONS = 1000  # of one kind between two reports; more are counted and no
 
 Numbers = dict[str, Any]  # name -> int, or list of seconds
 
+_FAILURES = (kvpush.Outcome.failed, kvpush.Outcome.expired)  # a cancelled one has a code, too, and is none
+
 
 class Tally:
     """Counts until it is taken."""
@@ -27,7 +29,7 @@ class Tally:
         self.count("pushed_bytes", event.num_bytes)
         if event.outcome == kvpush.Outcome.done:
             self._timed("push_s", event.duration_s)
-        elif event.code is not None and event.outcome == kvpush.Outcome.failed:
+        elif event.code is not None and event.outcome in _FAILURES:
             self.count(f"push_failures_{event.code}")
 
     def received(self, event: kvpush.ReceiveFinished) -> None:
@@ -36,7 +38,7 @@ class Tally:
         if event.outcome == kvpush.Outcome.done:
             self.count("received_blocks", event.num_blocks)
             self._timed("receive_s", event.duration_s)
-        elif event.code is not None and event.outcome == kvpush.Outcome.failed:
+        elif event.code is not None and event.outcome in _FAILURES:
             self.count(f"receive_failures_{event.code}")
 
     def take(self) -> Numbers:
