@@ -263,12 +263,6 @@ RANKS = [
                 "        push.legs[new.rank].registration.link = new\n"
                 "        new.transfer_ids[push.transfer_id] = None",
             ),
-            Edit(
-                PrefillCore,
-                "_went_stale",
-                "if effect.reason in (StaleReason.lost, StaleReason.idle):",
-                "if effect.reason in (StaleReason.lost, StaleReason.idle) or len(push.readers) > 1:",
-            ),
         ],
         {"only-granted-blocks", "each-position-once"},
     ),
