@@ -258,7 +258,8 @@ RANKS = [
                 PrefillCore,
                 "_welcome",
                 "self._supersede_link(other, hello, now_s)",
-                "self._links.remove(other.link)\nnew.generation = other.generation\nfor push in self._pushes.values():\n"
+                "self._links.remove(other.link)\nnew.generation = other.generation\n"
+                "for push in self._pushes.values():\n"
                 "    if new.rank in push.legs and push.legs[new.rank].registration.link is other:\n"
                 "        push.legs[new.rank].registration.link = new\n"
                 "        new.transfer_ids[push.transfer_id] = None",

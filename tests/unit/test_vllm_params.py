@@ -111,6 +111,7 @@ def test_the_answer_for_another_prompt_is_refused_at_once(named):
     assert decode_leg(said, "d-11111111", [1, 2]).transfer_id in leg.transfer_ids
     with pytest.raises(BadParams, match="prefill engine 'p0' computed another prompt"):
         decode_leg(said, "d-11111111", [1, 3])
+    decode_leg(said | {"transfer_id": "a name of the router's own"}, "d-11111111", [1, 3])
 
 
 def test_a_name_must_fit_into_a_message_with_its_digest():
@@ -140,8 +141,8 @@ def test_a_name_must_fit_into_a_message_with_its_digest():
         {"transfer_id": 5},
         {"transfer_id": "x" * 513},
         {"remote_request_id": ""},
-        {"remote_prompt_digest": "other"},
-        {"remote_prompt_digest": 5},
+        {"remote_transfer": 5},
+        {"transfer_id": "t", "remote_transfer": "t#other"},
         {"remote_sources": 5},
         {"remote_sources": [[0, 0, "h", 5]]},
         {"remote_sources": [[0, -1, "h", 5, ""]]},

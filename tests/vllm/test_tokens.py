@@ -94,7 +94,7 @@ def test_a_name_that_is_used_again_brings_no_blocks_of_another_prompt(
     forgotten, name = make_prompt(200), next(_names)
     router = {"transfer_id": f"router-{name}"} if named else {}
     source = prefill.generate(name, forgotten, 1, {"do_remote_decode": True} | router)["kv"]
-    for key in ("remote_request_id", "remote_prompt_digest"):
+    for key in ("remote_request_id", "remote_transfer"):
         del source[key]
     for length in (200, 150, 260):
         prompt = make_prompt(length)
@@ -114,7 +114,7 @@ def test_a_prompt_that_is_to_be_answered_several_times_is_received_once(
     expected = of_one_engine(prefill, prompts)
     source = prefill.generate(next(_names), [5], 1, {"do_remote_decode": True, "transfer_id": "warm"})["kv"]
     decode.generate(next(_names), [5], 1, source)
-    del source["remote_prompt_digest"], source["remote_request_id"]
+    del source["remote_request_id"]
     before = prefill.stats("pusher")["stats"]["bytes_written"], decode.stats("receiver")["stats"]["receives"]
     names = [next(_names) for _ in range(6)]
     for i, name in enumerate(names):

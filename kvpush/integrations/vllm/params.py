@@ -134,10 +134,20 @@ def decode_leg(
         name = _name(params["remote_request_id"], "remote_request_id", digest)
     else:
         name = base_request_id(_name(request_id, "request id", digest))
-    if params.get("remote_prompt_digest", digest) != digest:
-        raise BadParams(f"prefill engine {params.get('remote_engine_id')!r} computed another prompt as {name!r}")
+    transfer_id = _transfer_id(name, digest)
     engine_id = _name(params.get("remote_engine_id"), "remote_engine_id")
-    return DecodeLeg(_transfer_id(name, digest), engine_id, _sources(params), _lease(params.get("remote_lease_s")))
+    _check_prompt(params.get("remote_transfer"), name, transfer_id, engine_id)
+    return DecodeLeg(transfer_id, engine_id, _sources(params), _lease(params.get("remote_lease_s")))
+
+
+def _check_prompt(remote: object, name: str, transfer_id: str, engine_id: str) -> None:
+    """``remote``: the transfer that prefill's answer was about. A router may have put another name in its place."""
+    if remote is None or remote == transfer_id:
+        return
+    if not isinstance(remote, str):
+        raise BadParams(f"remote_transfer={remote!r} must be a string")
+    if remote.rpartition("#")[0] == name:
+        raise BadParams(f"prefill engine {engine_id!r} computed another prompt as {name!r}")
 
 
 def answer(
@@ -163,7 +173,7 @@ def answer(
         "tp_size": 1 + max((tp for _, tp in ranks), default=0),
         "pp_size": 1 + max((pp for pp, _ in ranks), default=0),
         "remote_num_tokens": num_tokens,
-        "remote_prompt_digest": leg.prompt_digest,
+        "remote_transfer": leg.transfer_ids[0],
         "remote_lease_s": lease_s,
         "remote_sources": [[*rank, *sources[rank].address, sources[rank].incarnation] for rank in ranks],
         "transfer_mode": "push",
