@@ -387,6 +387,17 @@ def test_d9_slots_are_counted_where_the_blocks_differ():
     assert outcomes(decode) == [("t", "done")]
 
 
+def test_d9_blocks_with_too_little_in_common_fail_the_receive_at_once():
+    """Prefill refuses such a Hello. Should it not, this side does not wait for a WRITE that it never asked for."""
+    decode, prefill = Decode(tokens=513), Other("p0", Share(), tokens=1)
+    decode.expect("t", [5], [prefill])
+    decode.meets(prefill)
+    (end,) = decode.events
+    assert (end.outcome, end.code, end.blocks_reusable) == ("failed", "incompatible", True)
+    assert "blocks of 1 tokens at prefill and of 513 at decode" in end.reason
+    assert not decode.told(prefill, wire.Register)
+
+
 def test_d1_a_prefix_hit_is_counted_from_its_own_block():
     decode = Decode(tokens=32)
     prefill = Other("p0", Share(), tokens=16)
