@@ -285,6 +285,16 @@ def test_copies_that_write_nothing_are_told_how_it_ends():
     assert outcomes(decode) == [("t", "done")]
 
 
+def test_copies_that_write_nothing_need_not_be_reached():
+    decode = Decode(total_heads=2)
+    others = [Other("p0", Share(tp_rank=rank, tp_size=4), total_heads=2) for rank in range(4)]
+    decode.expect("t", [5, 6], others)
+    decode.meets(others[0], others[2])
+    decode.arrives(others[0], 1, 0, 2)
+    decode.arrives(others[2], 1, 0, 2)
+    assert outcomes(decode) == [("t", "done")]
+
+
 def test_nothing_to_move_is_done_at_once_and_every_rank_hears_of_it():
     decode = Decode()
     others = [Other("p0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1)]

@@ -142,6 +142,18 @@ def test_only_the_engine_that_was_dropped_loses_its_registrations():
     assert kept.outcome == "done"
 
 
+def test_only_the_prefill_engine_that_was_dropped_loses_its_receives():
+    world = make_world()
+    p0, p1, decode = world.prefill("p0"), world.prefill("p1"), world.decode("d0")
+    lost, kept = decode.expect("t0", [7], p0), decode.expect("t1", [8], p1)
+    world.advance(SOON_S)
+    decode.drop_engine("p0")
+    assert (lost.code, kept.is_over) == ("engine_dropped", False)
+    p1.push("t1", [3])
+    world.advance(SOON_S)
+    assert kept.outcome == "done"
+
+
 def test_after_a_refusal_for_a_drop_the_push_may_still_be_for_somebody_else():
     world = make_world()
     prefill, d0, d1 = world.prefill("p0"), world.decode("d0"), world.decode("d1")
@@ -546,6 +558,16 @@ def test_prefill_is_told_of_a_receive_of_no_block_as_long_as_others_would_wait(n
     decode.meets(other)
     told = [registration.transfer_id for registration in decode.told(other, wire.Register)]
     assert told == (["t", "empty"] if is_told else ["t"])
+
+
+def test_a_dropped_prefill_engine_that_says_goodbye_is_hung_up_on():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.do(decode.core.drop_engine("p0", decode.now_s))
+    assert decode.core.gauges()["links"] == 1  # what it was asked to write may still land: it is listened to
+    decode.hears(other, wire.Goodbye("shuts down"))
+    assert decode.core.gauges()["links"] == 0
 
 
 def test_an_answer_to_a_cancel_ends_a_row_of_failures():
