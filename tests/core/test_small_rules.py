@@ -20,6 +20,7 @@ from rank_cores import ALONE, Decode, Other, Prefill, address_of, source_of
 
 from kvpush import decode as decode_module
 from kvpush import wire
+from kvpush.decode_effects import HangUp
 from kvpush.errors import Failure, FailureCode
 from kvpush.lines import Lines
 from kvpush.parallel import Share
@@ -480,6 +481,38 @@ def test_prefill_that_has_not_said_welcome_again_is_not_told_of_a_cancel_before_
     assert [type(message) for message in decode.told(other, object)] == [wire.Hello]
     decode.meets(other)
     assert len(decode.told(other, wire.Cancel)) == 1
+
+
+def test_decode_without_its_memory_says_goodbye_hangs_up_and_knows_no_living_engine():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.arrives(other, 1, 0, 1)
+    link = decode.dialled[address_of(other)]
+    said, hung_up = decode.core.transport_closed(decode.now_s)
+    assert isinstance(said.message, wire.Goodbye)
+    assert (said.link, hung_up) == (link, HangUp(link))
+    assert decode.core.gauges()["links"] == 0
+    assert (only_engine(decode).state, only_engine(decode).reason) == ("evicted", "closing")
+
+
+@pytest.mark.parametrize("is_met", [False, True])
+def test_a_link_that_has_closed_is_not_hung_up_on(is_met):
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    if is_met:
+        decode.meets(other)
+    effects = decode.core.link_closed(decode.dialled[address_of(other)], "gone", decode.now_s, refused=False)
+    assert not [effect for effect in effects if isinstance(effect, HangUp)]
+
+
+def test_the_first_heartbeat_comes_one_interval_after_welcome():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    for seconds, num_heartbeats in ((0, 0), (CONFIG.heartbeat_interval_s / 2, 0), (CONFIG.heartbeat_interval_s / 2, 1)):
+        decode.advance(seconds)
+        assert len(decode.told(other, wire.Heartbeat)) == num_heartbeats
 
 
 def test_a_second_welcome_and_a_failed_dial_are_counted_once():
