@@ -24,7 +24,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     def is_same(self, other: Chunk) -> bool:
         """Whether both say the same."""
-        if len(self.parts) != len(other.parts) or self.layers != other.layers or self.last != other.last:
+        if self.layers != other.layers or self.last != other.last:
             return False
         return all(mine.is_same(theirs) for mine, theirs in zip(self.parts, other.parts, strict=True))
 
@@ -71,7 +71,7 @@ class Chunks:
         """A part of it, and a part of an earlier one that names a position of a layer that the first names, too."""
         self._sort()
         for part, layers in zip(chunk.parts, chunk.layers, strict=True):
-            if not layers or not len(part.block_ids):
+            if not len(part.block_ids):
                 continue
             for (group, named_layers), named in self._by_layers.items():
                 if group == part.group and named_layers & layers and (earlier := named.meeting(part)) is not None:

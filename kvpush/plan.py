@@ -233,11 +233,10 @@ class _Form(NamedTuple):
         return 1 if self.is_even else self.slots_per_block
 
 
-def _is_even(lengths: _Bytes, strides: _Bytes, steps: _Bytes, slots_per_block: int, group: GroupGeometry) -> bool:
+def _is_even(strides: _Bytes, steps: _Bytes, slots_per_block: int, group: GroupGeometry) -> bool:
     if slots_per_block == 1:
         return False
-    is_one_run = group.num_blocks == 1 or bool(np.all(strides == slots_per_block * steps))
-    return is_one_run and bool(np.all(lengths <= steps))
+    return group.num_blocks == 1 or bool(np.all(strides == slots_per_block * steps))
 
 
 class _Side:
@@ -299,10 +298,8 @@ class _Builder:
     def add(self, ours: GroupGeometry, theirs: GroupGeometry, cut: _Cut) -> GroupPlan:
         slots = _slots_per_block(ours, theirs)
         p = cut.pieces
-        local = _Form(slots[0], ours.num_blocks, _is_even(p.lengths, p.local_strides, p.local_steps, slots[0], ours))
-        remote = _Form(
-            slots[1], theirs.num_blocks, _is_even(p.lengths, p.remote_strides, p.remote_steps, slots[1], theirs)
-        )
+        local = _Form(slots[0], ours.num_blocks, _is_even(p.local_strides, p.local_steps, slots[0], ours))
+        remote = _Form(slots[1], theirs.num_blocks, _is_even(p.remote_strides, p.remote_steps, slots[1], theirs))
         tiles = self._tiles(p, local, remote)
         merged = _merged(p, local, remote)
         has_room = merged is not None and all(

@@ -251,7 +251,7 @@ class Registry:
             engine = self._by_generation.get(generation)
             if engine is None:
                 return Need.gone
-            if engine.state is State.stale and engine.reason is StaleReason.idle and engine.link_is_up:
+            if engine.reason is StaleReason.idle and engine.link_is_up:  # stale for no other reason
                 self._move(engine, Trigger.revived, "a push came")
                 engine.reason = None
                 engine.activity_s = self._clock()  # our own push: nothing was heard

@@ -285,6 +285,16 @@ def test_copies_that_write_nothing_are_told_how_it_ends():
     assert outcomes(decode) == [("t", "done")]
 
 
+def test_copies_that_write_nothing_need_not_be_reached():
+    decode = Decode(total_heads=2)
+    others = [Other("p0", Share(tp_rank=rank, tp_size=4), total_heads=2) for rank in range(4)]
+    decode.expect("t", [5, 6], others)
+    decode.meets(others[0], others[2])
+    decode.arrives(others[0], 1, 0, 2)
+    decode.arrives(others[2], 1, 0, 2)
+    assert outcomes(decode) == [("t", "done")]
+
+
 def test_nothing_to_move_is_done_at_once_and_every_rank_hears_of_it():
     decode = Decode()
     others = [Other("p0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1)]
@@ -385,6 +395,17 @@ def test_d9_slots_are_counted_where_the_blocks_differ():
     assert outcomes(decode) == []
     decode.arrives(prefill, 1, 2, 1)  # tokens 32 to 47; nothing is known beyond token 39, and nothing more is asked for
     assert outcomes(decode) == [("t", "done")]
+
+
+def test_d9_blocks_with_too_little_in_common_fail_the_receive_at_once():
+    """Prefill refuses such a Hello. Should it not, this side does not wait for a WRITE that it never asked for."""
+    decode, prefill = Decode(tokens=513), Other("p0", Share(), tokens=1)
+    decode.expect("t", [5], [prefill])
+    decode.meets(prefill)
+    (end,) = decode.events
+    assert (end.outcome, end.code, end.blocks_reusable) == ("failed", "incompatible", True)
+    assert "blocks of 1 tokens at prefill and of 513 at decode" in end.reason
+    assert not decode.told(prefill, wire.Register)
 
 
 def test_d1_a_prefix_hit_is_counted_from_its_own_block():

@@ -20,6 +20,7 @@ from rank_cores import ALONE, Decode, Other, Prefill, address_of, source_of
 
 from kvpush import decode as decode_module
 from kvpush import metadata, wire
+from kvpush.decode_effects import HangUp
 from kvpush.errors import Failure, FailureCode
 from kvpush.lines import Lines
 from kvpush.parallel import Share
@@ -178,6 +179,18 @@ def test_only_the_engine_that_was_dropped_loses_its_registrations():
     world.advance(SOON_S)
     assert (lost.code, kept.is_over) == ("engine_dropped", False)
     prefill.push("t1", [3])
+    world.advance(SOON_S)
+    assert kept.outcome == "done"
+
+
+def test_only_the_prefill_engine_that_was_dropped_loses_its_receives():
+    world = make_world()
+    p0, p1, decode = world.prefill("p0"), world.prefill("p1"), world.decode("d0")
+    lost, kept = decode.expect("t0", [7], p0), decode.expect("t1", [8], p1)
+    world.advance(SOON_S)
+    decode.drop_engine("p0")
+    assert (lost.code, kept.is_over) == ("engine_dropped", False)
+    p1.push("t1", [3])
     world.advance(SOON_S)
     assert kept.outcome == "done"
 
@@ -622,6 +635,38 @@ def test_prefill_that_has_not_said_welcome_again_is_not_told_of_a_cancel_before_
     assert len(decode.told(other, wire.Cancel)) == 1
 
 
+def test_decode_without_its_memory_says_goodbye_hangs_up_and_knows_no_living_engine():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.arrives(other, 1, 0, 1)
+    link = decode.dialled[address_of(other)]
+    said, hung_up = decode.core.transport_closed(decode.now_s)
+    assert isinstance(said.message, wire.Goodbye)
+    assert (said.link, hung_up) == (link, HangUp(link))
+    assert decode.core.gauges()["links"] == 0
+    assert (only_engine(decode).state, only_engine(decode).reason) == ("evicted", "closing")
+
+
+@pytest.mark.parametrize("is_met", [False, True])
+def test_a_link_that_has_closed_is_not_hung_up_on(is_met):
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    if is_met:
+        decode.meets(other)
+    effects = decode.core.link_closed(decode.dialled[address_of(other)], "gone", decode.now_s, refused=False)
+    assert not [effect for effect in effects if isinstance(effect, HangUp)]
+
+
+def test_the_first_heartbeat_comes_one_interval_after_welcome():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    for seconds, num_heartbeats in ((0, 0), (CONFIG.heartbeat_interval_s / 2, 0), (CONFIG.heartbeat_interval_s / 2, 1)):
+        decode.advance(seconds)
+        assert len(decode.told(other, wire.Heartbeat)) == num_heartbeats
+
+
 def test_a_second_welcome_and_a_failed_dial_are_counted_once():
     decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
     decode.expect("t", [7], [other])
@@ -715,6 +760,16 @@ def test_prefill_is_told_of_a_receive_of_no_block_as_long_as_others_would_wait(n
     decode.meets(other)
     told = [registration.transfer_id for registration in decode.told(other, wire.Register)]
     assert told == (["t", "empty"] if is_told else ["t"])
+
+
+def test_a_dropped_prefill_engine_that_says_goodbye_is_hung_up_on():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.do(decode.core.drop_engine("p0", decode.now_s))
+    assert decode.core.gauges()["links"] == 1  # what it was asked to write may still land: it is listened to
+    decode.hears(other, wire.Goodbye("shuts down"))
+    assert decode.core.gauges()["links"] == 0
 
 
 def test_an_answer_to_a_cancel_ends_a_row_of_failures():

@@ -61,6 +61,22 @@ def test_the_first_that_is_missing_is_what_the_set_says(shape, spans):
     assert {layer for layer, its in missing if its == slots.stop} != set(layers)
 
 
+def test_the_first_that_is_missing_moves_on_with_what_arrives():
+    arrivals = Arrivals(3, 10, 6)
+    for report, layers, slots in (
+        ((0, 3, 10, 2), [0, 1, 2], range(12, 16)),
+        ((0, 3, 15, 1), [0, 1, 2], range(12, 15)),
+        ((1, 1, 12, 2), [0, 2], range(12, 14)),
+        ((0, 1, 10, 3), [2], range(12, 13)),
+        ((2, 1, 12, 1), [0, 2], range(13, 14)),
+        ((0, 3, 12, 2), [0, 1, 2], range(14, 15)),
+    ):
+        assert arrivals.mark(*report)
+        assert arrivals.first_missing() == (layers, slots)
+    arrivals.mark(0, 3, 14, 1)
+    assert arrivals.first_missing() is None
+
+
 @given(st.integers(1, 4), st.integers(0, 5), st.integers(1, 8), st.randoms(use_true_random=False))
 def test_every_cell_once_in_any_order_is_everything(num_layers, first_slot, num_slots, rng):
     arrivals = Arrivals(num_layers, first_slot, num_slots)

@@ -74,6 +74,28 @@ def test_what_is_found_is_what_looking_at_every_chunk_finds(offered):
             assert chunks.has_last is any(earlier.last for earlier in taken)
 
 
+def test_two_chunks_are_the_same_when_all_of_their_parts_are():
+    chunks = Chunks()
+    chunks.add(chunk_of((0, 1, 0, [5]), (1, 1, 0, [6])))
+    assert chunks.has_same(chunk_of((0, 1, 0, [5]), (1, 1, 0, [6])))
+    for other in (
+        chunk_of((0, 1, 0, [5])),
+        chunk_of((0, 1, 0, [5]), (1, 2, 0, [6])),
+        chunk_of((0, 1, 0, [5]), (1, 1, 0, [7])),
+        chunk_of((0, 1, 0, [5]), (1, 1, 1, [6])),
+        chunk_of((0, 1, 0, [5]), (1, 1, 0, [6]), last=True),
+    ):
+        assert not chunks.has_same(other)
+        assert chunks.overlap(other) is not None
+
+
+def test_positions_side_by_side_are_one_run_and_those_apart_are_two():
+    chunks = Chunks()
+    for first_block, block_ids in ((4, [1, 2]), (0, [3]), (9, [4]), (1, [5, 6, 7])):
+        chunks.add(chunk_of((0, 3, first_block, block_ids)))
+    assert chunks.runs() == {(0, 3): [range(6), range(9, 10)]}
+
+
 def test_an_empty_chunk_says_something_only_by_being_the_last():
     chunks = Chunks()
     chunks.add(chunk_of((0, 1, 0, [5])))
@@ -159,6 +181,7 @@ def cut_short(*chunks, limit=10, ttl_s=60.0):
         ("no position", chunk_of((0, 3, 2, []), last=True), True),
         ("the first chunk again", chunk_of((0, 3, 0, [5, 6])), False),
         ("the first chunk again, in other blocks", chunk_of((0, 3, 0, [8, 9, 1])), False),
+        ("the last position again", chunk_of((0, 3, 1, [7])), False),
         ("all layers of the first position", chunk_of((0, 15, 0, [5]), last=True), False),
     ],
 )
@@ -178,3 +201,13 @@ def test_rule16_what_ended_before_its_last_chunk_is_remembered_for_a_while_and_n
     for number in range(100):
         memory.note(str(number), Chunks(), "failed", 200.0)
     assert len(memory) == 10
+
+
+def test_what_ended_again_is_the_youngest():
+    memory = CutShort(limit=2, ttl_s=60.0)
+    pushed = Chunks()
+    pushed.add(chunk_of((0, 3, 0, [5])))
+    for name in ("a", "b", "a", "c"):
+        memory.note(name, pushed, "cancelled", 100.0)
+    more = chunk_of((0, 3, 1, [6]))
+    assert [name for name in "abc" if memory.continued(name, more, 101.0)] == ["a", "c"]

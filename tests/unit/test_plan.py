@@ -467,6 +467,21 @@ def test_layers_that_touch_in_one_block_only_are_not_merged(uneven_side):
     assert len(pair(*((one, other) if uneven_side == "local" else (other, one))).local_rows) == 2
 
 
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_layers_that_touch_in_the_first_slot_of_a_block_only_are_not_merged(is_ours):
+    """Two slots a block: 32 bytes of layer "a", then 32 of layer "b", and the second ones elsewhere."""
+    items = torch.zeros(512, dtype=torch.int8)
+    whole = {name: items.as_strided((4, 1, 32), (64, 32, 1), 32 * i) for i, name in enumerate("ab")}
+    for second_step, num_rows in ((64, 2 + 1), (96, 2)):
+        halves = {
+            "a": items.as_strided((2, 2, 32), (256, 64, 1)),
+            "b": items.as_strided((2, 2, 32), (256, second_step, 1), 32),
+        }
+        sides = [geometry_of(tensors, KVCacheSpec("BND")) for tensors in (whole, halves)]
+        plan = pair(*(reversed(sides) if is_ours else sides), min_tile_bytes=1)
+        assert len(plan.remote_rows if is_ours else plan.local_rows) == num_rows
+
+
 @pytest.mark.parametrize("axis", ["B", "N"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_layers_are_merged_whatever_the_strides_of_axes_of_size_one(axis, side):

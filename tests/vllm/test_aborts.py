@@ -36,10 +36,11 @@ def all_come_back(prefill: EngineProcess, decode: EngineProcess, timeout_s: floa
 def test_decode_hangs_up_before_prefill_has_begun(
     prefill: EngineProcess, decode: EngineProcess, source: dict[str, Any], make_prompt: MakePrompt
 ) -> None:
-    decode.ask("early", make_prompt(300), 4, source | {"transfer_id": "early"})
+    prompt = make_prompt(300)
+    decode.ask("early", prompt, 4, source | {"transfer_id": "early"})
     decode.abort("early")
     decode.wait_for_free_blocks(NUM_BLOCKS, 5)
-    prefill.generate("early", make_prompt(300), 1, {"do_remote_decode": True, "transfer_id": "early"})
+    prefill.generate("early", prompt, 1, {"do_remote_decode": True, "transfer_id": "early"})
     prefill.wait_for_free_blocks(NUM_BLOCKS, 5)  # the push ends as cancelled, long before its lease
 
 
