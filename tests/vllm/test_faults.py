@@ -76,7 +76,7 @@ def test_new_decode_engines_do_not_wait_behind_those_that_never_answer(fleet: Fl
         for hole in holes:
             kv = fleet.prefill.generate(hole.engine_id, prompt, 1, {"do_remote_decode": True})["kv"]
             hole.enter(hello)
-            hole.register(kv["remote_request_id"], 7)
+            hole.register(kv["remote_transfer"], 7)
         fleet.prefill.wait_for_stats("pusher", lambda now: now.get("handshakes_started", 0) >= 3, "three handshakes")
         assert "f1 connected" not in fleet.prefill.stats("pusher")["engines"]
         assert fleet.serve("f1", "beside-holes", prompt) == expected
@@ -109,7 +109,7 @@ def test_malformed_registrations_do_not_touch_the_request_they_name(
         transfer_id = f"{name}#{prompt_digest(prompt)}"
     else:
         kv = prefill.generate(name, prompt, 1, asked)["kv"]
-        transfer_id = f"{kv['remote_request_id']}#{prompt_digest(prompt)}"
+        transfer_id = kv["remote_transfer"]
     messages = malformed_registrations(transfer_id)
     num_read = prefill.stats("pusher")["stats"].get("messages_malformed", 0)
     for stranger in (Stranger(fleet.port, "unknown"), Stranger(fleet.port, "known")):

@@ -30,8 +30,6 @@ from children import OVER_TCP, Nursery
 from pairs import Pair, make_prompt
 from strangers import Stranger, malformed_registrations, overheard_hello
 
-from kvpush.integrations.vllm.params import prompt_digest
-
 NUM_BLOCKS = 199
 NUM_RESTARTS = 30
 NUM_HOLES = 3
@@ -119,7 +117,7 @@ class Faults:
         answer = self._pair.prefill.generate(name, prompt, 1, ASKED)["kv"]
         with self.stranger("stranger") as stranger:
             if isinstance(stranger, Stranger):
-                for message in malformed_registrations(f"{answer['remote_request_id']}#{prompt_digest(prompt)}"):
+                for message in malformed_registrations(answer["remote_transfer"]):
                     stranger.say(*message)
             else:
                 stranger.register(request_id=7)
@@ -138,7 +136,7 @@ class Faults:
                 stranger = stack.enter_context(self.stranger(f"hole-{number}", is_mute=True))
                 transfer_id = answer["remote_request_id"]
                 if isinstance(stranger, Stranger):
-                    stranger.register(f"{transfer_id}#{prompt_digest(prompt)}", 7)
+                    stranger.register(answer["remote_transfer"], 7)
                 else:
                     stranger.register(
                         request_id=transfer_id,
