@@ -137,9 +137,7 @@ class PrefillCore:
         0: only the first begins a push. A later one of a push that is ending or over is dropped, since its outcome
         covers it.
         """
-        push = self._pushes.get(transfer_id)
-        if push is None and index == 0:
-            push = self._open_push(transfer_id, now_s)
+        push = self._pushes.get(transfer_id) if index else self._open_push(transfer_id, now_s)
         if push is None or push.cause is not None:
             self.counters["chunks_after_end"] += index > 0
             return self._outbox.take()
@@ -651,9 +649,7 @@ class PrefillCore:
             return True
         peer = self._registry.pin(generation)
         if peer is None:
-            self._lines.leave(generation)
-            self._queue(leg, now_s)  # the engine changed between queueing and posting
-            return True
+            return False  # the engine has just ended: what becomes of its line comes with the news of that
         for _ in pieces:
             leg.pieces.popleft()
         if not leg.pieces:

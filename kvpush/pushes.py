@@ -411,10 +411,9 @@ class Push:
 
     @property
     def is_lease_running(self) -> bool:
-        """Blocks wait for a registration or an engine, or decode has been served and waits no more. Not while decode
-        waits for the caller's next chunk: its own deadline ends that."""
-        waits = not self.is_complete or any(leg.has_pieces for leg in self.legs.values()) or self.is_served
-        return waits and self.cause is None and self.state is not PushState.writing
+        """Of one that is neither written nor ending: blocks wait for a registration or an engine, or decode has been
+        served and waits no more. Not while decode waits for the caller's next chunk: its own deadline ends that."""
+        return not self.is_complete or any(leg.has_pieces for leg in self.legs.values()) or self.is_served
 
     def finished(self, cause: Cause, now_s: float, *, blocks_reusable: bool) -> PushFinished:
         """The event that tells the caller."""

@@ -8,10 +8,11 @@ import pytest
 from core_worlds import SOON_S, connect, make_world, run_to_the_end
 from rank_cores import Other, Prefill
 
-from kvpush import wire
+from kvpush import pushes, wire
 from kvpush.errors import FailureCode
 from kvpush.parallel import Share
 from kvpush.pushes import Registration
+from kvpush.terms import wanted_slots
 
 NUM_BLOCKS = 8  # of one registration here
 
@@ -133,6 +134,28 @@ def test_rule19_ids_that_cannot_be_are_refused_at_once_and_replace_nothing(looks
     told = register(prefill, first, "t", packed=b"\0" * 8)
     assert told.code == FailureCode.bad_blocks and "twice" in told.reason
     assert looks == ["t"] and registered(prefill) == NUM_BLOCKS  # the good one goes on waiting
+
+
+@pytest.mark.parametrize("num_extra", [0, 1], ids=["short", "long"])
+def test_a_short_list_is_unpacked_once_and_a_long_one_is_kept_packed_until_its_push(num_extra, monkeypatch):
+    unpacked = []
+    monkeypatch.setattr(pushes, "wanted_slots", lambda *args: unpacked.append(args) or wanted_slots(*args))
+    world, prefill, first, _ = make_three(max_in_flight_bytes=1)
+    unpacked.clear()
+    assert register(prefill, first, "t", pushes.SHORT_LIST_BLOCKS + num_extra) is None
+    prefill.push("t", [3], last=False)
+    assert len(unpacked) == 1 + num_extra
+
+
+def test_a_newer_life_of_decode_is_not_told_that_its_epochs_are_old():
+    prefill, before, after = Prefill(), Other("d0", Share()), Other("d0", Share())
+    prefill.meets(before)
+    prefill.push("t", [1])
+    prefill.registers(before, "t", 7, [5])
+    prefill.answers(before)
+    prefill.meets(after)  # while a WRITE to the former is in flight
+    prefill.registers(after, "t", 1, [5])
+    assert [failed.code for failed in prefill.told(after, wire.Failed)] == [FailureCode.already_served]
 
 
 # --- how much may be registered --------------------------------------------------------------------------------------

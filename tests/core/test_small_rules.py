@@ -235,6 +235,17 @@ def test_the_lease_begins_anew_when_what_was_pushed_so_far_is_written():
     assert push.outcome == "done"
 
 
+def test_no_lease_runs_while_decode_waits_for_the_next_chunk():
+    world, prefill, decode = make_connected()
+    decode.expect("t", [7, 8], prefill)
+    push = prefill.push("t", [3], last=False)
+    world.advance(2 * CONFIG.lease_s)
+    assert not push.is_over
+    prefill.push("t", [4], first_block=1)
+    world.advance(SOON_S)
+    assert push.outcome == "done"
+
+
 def test_a_registration_ends_when_its_time_and_the_grace_for_its_cancel_are_over():
     prefill, other = Prefill(engine_ttl_s=1000, liveness_timeout_s=1000), Other("d0", ALONE)
     prefill.meets(other)
@@ -421,6 +432,13 @@ def test_failures_of_an_earlier_life_of_the_link_do_not_count_against_a_receive(
     prefill.push("t", [3])
     run_to_the_end(world)
     assert receive.outcome == "done"
+
+
+def test_a_push_that_comes_while_prefill_closes_ends_with_that():
+    prefill = Prefill()
+    prefill.do(prefill.core.close(prefill.now_s))
+    prefill.push("t", [1])
+    assert [(end.outcome, end.code, end.blocks_reusable) for end in prefill.events] == [("failed", "closing", True)]
 
 
 def test_a_push_that_failed_before_any_registration_tells_nobody():
