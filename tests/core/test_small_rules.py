@@ -15,6 +15,7 @@ from core_worlds import (
     only_engine,
     part,
     run_to_the_end,
+    written,
 )
 from rank_cores import ALONE, Decode, Other, Prefill, address_of, source_of
 
@@ -685,6 +686,40 @@ def test_the_first_heartbeat_comes_one_interval_after_welcome():
         assert len(decode.told(other, wire.Heartbeat)) == num_heartbeats
 
 
+def test_notifications_of_a_rank_or_a_group_that_nobody_knows_are_counted_once_and_change_nothing():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    for payload in (written(1, (0, 1), rank=(0, 5)), written(1, (9, 0, 2, 0, 1))):
+        decode.do(decode.core.notified(other.identity.agent_name, payload, decode.now_s))
+    assert (decode.core.counters["notifications_foreign"], decode.core.counters["notifications_malformed"]) == (1, 1)
+    assert decode.events == []
+    decode.arrives(other, 1, 0, 1)
+    assert [event.outcome for event in decode.events] == ["done"]
+
+
+def test_a_failure_that_comes_before_welcome_ends_nothing():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.hears(other, wire.Failed("t", 1, FailureCode.closing, "?", settled=True))
+    assert (decode.events, decode.core.counters["messages_late"]) == ([], 1)
+
+
+def test_a_receive_is_in_flight_until_its_last_layer_has_arrived_which_ends_a_row_of_failures():
+    decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
+    decode.expect("t", [7, 8], [other])
+    decode.loses(other)
+    decode.advance(1)
+    decode.meets(other)
+    assert decode.core._receives[1].state == "registered"
+    decode.arrives(other, 1, 0, 1)
+    decode.arrives(other, 1, 1, 1, layers=range(1))
+    assert decode.core._receives[1].state == "receiving"
+    assert (only_engine(decode).in_flight, only_engine(decode).handshake_failures) == (1, 1)
+    decode.arrives(other, 1, 1, 1, layers=range(1, 2))
+    assert (only_engine(decode).in_flight, only_engine(decode).handshake_failures) == (0, 0)
+
+
 def test_a_second_welcome_and_a_failed_dial_are_counted_once():
     decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
     decode.expect("t", [7], [other])
@@ -778,6 +813,17 @@ def test_prefill_is_told_of_a_receive_of_no_block_as_long_as_others_would_wait(n
     decode.meets(other)
     told = [registration.transfer_id for registration in decode.told(other, wire.Register)]
     assert told == (["t", "empty"] if is_told else ["t"])
+
+
+def test_a_failure_that_prefill_reports_ends_no_row_of_failures():
+    """Otherwise an engine that connects and breaks at each WRITE would be dialled in a tight loop."""
+    decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.loses(other)
+    decode.advance(1)
+    decode.meets(other)
+    decode.hears(other, wire.Failed("t", 1, FailureCode.write_failed, "?", settled=True))
+    assert (only_engine(decode).in_flight, only_engine(decode).handshake_failures) == (0, 1)
 
 
 def test_a_dropped_prefill_engine_that_says_goodbye_is_hung_up_on():
