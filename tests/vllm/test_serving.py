@@ -43,7 +43,7 @@ class Servers:
 
     def proxy(self, prefills: list[str], decodes: list[str], dispatch: str) -> str:
         """A proxy in front of some of them."""
-        name, port = f"proxy-{dispatch}-{'-'.join(prefills + decodes)}", free_port()
+        name, port = f"proxy-{dispatch}-{'-'.join(prefills)}-to-{'-'.join(decodes)}", free_port()
         arguments = ["--port", str(port), "--dispatch", dispatch]
         for server in prefills:
             arguments += ["--prefill", f"{self.url(server)},{server},127.0.0.1:{self.kv_ports[server]}"]
