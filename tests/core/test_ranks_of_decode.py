@@ -221,6 +221,23 @@ def test_a_stage_without_a_layer_of_ours_is_told_so_and_not_waited_for():
     assert outcomes(decode) == [("t", "done")]
 
 
+def test_a_stage_without_a_layer_of_ours_may_be_the_last_to_be_reached():
+    decode = Decode(layers=["a"], handshake_attempts=3)
+    first, second = (
+        Other("p0", Share(pp_rank=stage, pp_size=2), layers=[layer]) for stage, layer in enumerate(("a", "b"))
+    )
+    decode.expect("t", [5, 6], [first, second])
+    decode.meets(first)
+    decode.loses(second)
+    decode.arrives(first, 1, 0, 2, layers=range(1))
+    assert outcomes(decode) == []  # it might hold layer "a", too
+    decode.advance(1)
+    decode.meets(second)
+    assert outcomes(decode) == [("t", "done")]
+    failures = {engine.rank: engine.handshake_failures for engine in decode.registry.snapshot()}
+    assert failures == {(0, 0): 0, (1, 0): 1}  # nothing that the second one wrote has arrived
+
+
 def test_a_layer_that_no_stage_holds_fails_the_receive_and_is_named():
     decode, first, second = make_stages(["a"], ["c"])
     (end,) = decode.events

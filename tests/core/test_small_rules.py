@@ -826,6 +826,18 @@ def test_a_failure_that_prefill_reports_ends_no_row_of_failures():
     assert (only_engine(decode).in_flight, only_engine(decode).handshake_failures) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("deadline_s", "waited_s", "remaining_ms"),
+    [(30.0, 0.0, 30_000), (30.0, 4.5, 25_500), (1.0, 2.0, 0), (1e9, 0.0, wire.MAX_REMAINING_MS)],
+)
+def test_prefill_is_told_how_much_time_is_left(deadline_s, waited_s, remaining_ms):
+    decode, other = Decode(handshake_timeout_s=10), Other("p0", ALONE)
+    decode.expect("t", [7], [other], deadline_s=deadline_s)
+    decode.now_s += waited_s  # the link takes so long, and the timer of the deadline is late
+    decode.meets(other)
+    assert [asked.remaining_ms for asked in decode.told(other, wire.Register)] == [remaining_ms]
+
+
 def test_a_dropped_prefill_engine_that_says_goodbye_is_hung_up_on():
     decode, other = Decode(), Other("p0", ALONE)
     decode.expect("t", [7], [other])
