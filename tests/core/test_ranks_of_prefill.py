@@ -111,6 +111,15 @@ def test_a_cancel_of_a_rank_that_nothing_is_in_flight_to_is_drained_at_once():
     assert prefill.told(right, wire.Drained) == []
 
 
+def test_a_cancel_of_a_rank_that_has_not_registered_is_drained_and_ends_nothing():
+    prefill, left, right = make_two()
+    prefill.push("t", [1, 2])
+    prefill.registers(left, "t", 7, [5, 6])
+    prefill.hears(right, wire.Cancel("t", 9, FailureCode.cancelled_by_caller, "enough"))
+    assert [message.epoch for message in prefill.told(right, wire.Drained)] == [9]
+    assert not prefill.events
+
+
 def test_what_becomes_of_a_rank_that_has_everything_does_not_matter_any_more():
     prefill, left, right = make_writing()
     prefill.settles(prefill.write_to(left))

@@ -281,6 +281,28 @@ def test_a_hello_with_an_earlier_dial_over_the_same_link_is_a_second_hello_and_n
     assert refused.code == "malformed" and "one link, one engine" in refused.reason
 
 
+def test_the_first_dial_of_a_new_process_is_not_late_however_often_the_old_one_dialled():
+    prefill, before, after = Prefill(), Other("d0", ALONE), Other("d0", ALONE)
+    prefill.meets(before, dial=2)
+    prefill.meets(after, dial=1)
+    assert len(prefill.told(after, wire.Welcome)) == 1
+
+
+def test_writes_in_doubt_make_a_row_of_failures():
+    prefill, other = Prefill(handshake_timeout_s=5, liveness_timeout_s=100), Other("d0", ALONE)
+    prefill.meets(other)
+    for epoch in (1, 2):
+        prefill.registers(other, f"t{epoch}", epoch, [5])
+        prefill.push(f"t{epoch}", [epoch])
+        prefill.advance(1)  # longer than any backoff
+        prefill.answers(other)
+        (write_id,) = prefill.posted
+        del prefill.posted[write_id]
+        failure = Failure(FailureCode.write_failed, "status ERR")
+        prefill.do(prefill.core.write_doubted(write_id, failure, prefill.now_s))
+        assert only_engine(prefill).handshake_failures == epoch
+
+
 def says_goodbye(prefill, other):
     prefill.hears(other, wire.Goodbye("?"))
 
