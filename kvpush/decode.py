@@ -68,7 +68,6 @@ _FORSAKEN = {
     StaleReason.superseded: FailureCode.superseded,
     StaleReason.dropped: FailureCode.engine_dropped,
 }
-_CANCELLED_CODES = (FailureCode.cancelled_by_peer, FailureCode.cancelled_by_caller)
 
 
 class DecodeCore:
@@ -407,7 +406,7 @@ class DecodeCore:
         if message.settled:
             self._prove(leg, now_s, is_confirmed=False)
         if leg.receive.is_open:
-            outcome = Outcome.cancelled if message.code in _CANCELLED_CODES else Outcome.failed
+            outcome = Outcome.cancelled if message.code is FailureCode.cancelled_by_peer else Outcome.failed
             self._end(leg.receive, outcome, message.code, message.reason, now_s, told_by=leg)
         else:
             self._release_if_quiet(leg.receive, "prefill never wrote", now_s)

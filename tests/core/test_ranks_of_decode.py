@@ -124,6 +124,18 @@ def test_the_death_of_a_rank_that_has_written_everything_does_not_matter():
     assert outcomes(decode) == [("t", "done")]
 
 
+def test_a_rank_that_has_written_everything_may_move_elsewhere():
+    decode, left, right = make_registered()
+    decode.arrives(left, 1, 0, 2)
+    moved = source_of([left, right])
+    moved.addresses[left.identity.rank] = ("127.0.0.1", 5)
+    decode.do(decode.core.renew(["another"], source=moved, now_s=decode.now_s))
+    assert [str(engine.reason) for engine in decode.registry.snapshot() if engine.rank == (0, 0)] == ["None"]
+    assert outcomes(decode) == []
+    decode.arrives(right, 1, 0, 2)
+    assert outcomes(decode) == [("t", "done")]
+
+
 def test_a_rank_that_restarts_before_it_wrote_fails_the_receive():
     decode, left, right = make_registered()
     decode.loses(right)

@@ -860,6 +860,53 @@ def test_prefill_is_told_how_much_time_is_left(deadline_s, waited_s, remaining_m
     assert [asked.remaining_ms for asked in decode.told(other, wire.Register)] == [remaining_ms]
 
 
+def test_prefill_that_reports_a_failure_is_not_asked_to_stop():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.hears(other, wire.Failed("t", 1, FailureCode.write_stalled, "?", settled=False))
+    (end,) = decode.events
+    assert (end.outcome, end.blocks_reusable) == ("failed", False)
+    assert decode.told(other, wire.Cancel) == []
+
+
+def test_blocks_that_are_held_are_released_when_nobody_listens_at_the_address_any_more():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.meets(other)
+    decode.do(decode.core.cancel("t", decode.now_s))
+    decode.loses(other)
+    decode.advance(1)
+    assert len(decode.events) == 1
+    decode.loses(other, refused=True)
+    assert decode.events[-1].proven
+
+
+def test_a_receive_that_was_cancelled_before_welcome_is_not_in_flight_after_it():
+    decode, other = Decode(), Other("p0", ALONE)
+    decode.expect("t", [7], [other])
+    decode.do(decode.core.cancel("t", decode.now_s))
+    decode.expect("u", [8], [other])
+    decode.meets(other)
+    assert (decode.told(other, wire.Cancel), only_engine(decode).in_flight) == ([], 1)
+
+
+def test_a_receive_whose_blocks_are_held_takes_its_rows(monkeypatch):
+    fired = []
+    fire = decode_module.DecodeCore._fire
+    monkeypatch.setattr(decode_module.DecodeCore, "_fire", lambda *args: fired.append(str(args[2])) or fire(*args))
+    for is_drained in (True, False):
+        decode, other = Decode(), Other("p0", ALONE)
+        decode.expect("t", [7], [other])
+        decode.meets(other)
+        decode.do(decode.core.cancel("t", decode.now_s))
+        if is_drained:
+            decode.hears(other, wire.Drained("t", 1))
+        else:
+            decode.advance(CONFIG.hold_timeout_s)
+    assert fired == ["ended_unquiet", "proven_quiet", "ended_unquiet", "hold_expired"]
+
+
 def test_a_dropped_prefill_engine_that_says_goodbye_is_hung_up_on():
     decode, other = Decode(), Other("p0", ALONE)
     decode.expect("t", [7], [other])
