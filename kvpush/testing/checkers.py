@@ -283,6 +283,7 @@ class ToldAtOnce(Observer):
         # (decode's life, epoch) -> by life of each rank of prefill, the newest
         self._registered: dict[tuple[int, int], dict[int, _Claim]] = {}
         self._cancels: set[tuple[int, int, int]] = set()  # (decode's life, epoch, prefill's life)
+        self._failed: set[tuple[int, int, int]] = set()  # likewise, what prefill has said no to
         self._unheard: list[tuple[float, _Claim, str]] = []  # (when, who must hear, of what)
         self._ended: list[_Claim] = []
 
@@ -305,6 +306,8 @@ class ToldAtOnce(Observer):
     def sent(self, engine: Engine, peer: Engine | None, message: wire.Message) -> None:
         if isinstance(message, wire.Cancel) and peer is not None:
             self._cancels.add((engine.life, message.epoch, peer.life))
+        elif isinstance(message, wire.Failed) and peer is not None:
+            self._failed.add((peer.life, message.epoch, engine.life))
         elif isinstance(message, wire.Register) and isinstance(engine, DecodeEngine):
             receive = engine.receive_of(message.epoch)
             if isinstance(peer, PrefillEngine) and receive is not None:
@@ -321,6 +324,8 @@ class ToldAtOnce(Observer):
             mine = [claim for claim in claims if claim.decode is peer]
             if engine.open_push(message.transfer_id) is not None or not mine or mine[-1].epoch != message.epoch:
                 return
+            if (peer.life, message.epoch, engine.life) in self._failed or not mine[-1].is_heard(self._world):
+                return  # they crossed, or it had ended with its link: it was not registered any more
             for claim in claims:  # the other ranks of its engine, which wait for nothing any more
                 if claim.decode is not peer and claim.decode.engine_id == peer.engine_id:
                     due_s = self._world.clock() + SOON_S
