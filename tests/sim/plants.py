@@ -188,6 +188,29 @@ SIMULATED = [
         ],
         {"each-position-once", "only-granted-blocks", "drained-means-quiet"},
     ),
+    Plant(
+        "a further chunk extends the lease and leaves its timer alone",
+        [
+            Edit(
+                PrefillCore,
+                "push",
+                "if push.cause is None and push.state is not PushState.writing:",
+                "if push.cause is None and push.state is not PushState.writing and (\n"
+                "        LeaseEnd(transfer_id) not in self._timers):",
+            )
+        ],
+        {"not-too-early"},
+    ),
+    Plant(
+        "the engine that is dropped is not told",
+        [Edit(PrefillCore, "drop_engine", "tell=True", "tell=False")],
+        {"told-at-once"},
+    ),
+    Plant(
+        "prefill's own code for a cancel said to decode",
+        [Edit(Registrations, "end_transfer", "as_decode_sees_it(code), reason", "code, reason")],
+        {"first-cause"},
+    ),
 ]
 
 RANKS = [
@@ -276,6 +299,11 @@ RANKS = [
         "a rank of decode told of a push's end only when it is the one that failed",
         [Edit(Endings, "_tell", "for leg in push.legs.values():", "for leg in list(push.legs.values())[:1]:")],
         {"told-at-once", "AssertionError in prefill.py"},
+    ),
+    Plant(
+        "no rank of decode told of what another rank has cancelled before the push",
+        [Edit(Registrations, "end_transfer", "if registration is not silent:", "if silent is None:")],
+        {"told-at-once"},
     ),
 ]
 
