@@ -84,6 +84,25 @@ def test_a_line_may_be_served_from_within():
     assert served == ["a1", "a2"]
 
 
+def test_turns_are_given_by_one_call_however_often_it_is_called_from_within():
+    """A push of thousands of pieces that end at once must not be a stack as deep."""
+    lines, depths, depth = Lines(4), [], 0
+    in_line(lines, 1, *(f"a{number}" for number in range(5)))
+
+    def post_next(leg, generation):
+        nonlocal depth
+        depth += 1
+        depths.append(depth)
+        lines.leave(generation)
+        lines.serve(post_next)
+        depth -= 1
+        return True
+
+    lines.serve(post_next)
+    lines.serve(post_next)
+    assert depths == [1] * 5
+
+
 def test_behind_a_handshake_there_is_room_for_so_many_and_they_leave_together():
     lines = Lines(2)
     legs = [make_leg(name) for name in "ab"]

@@ -949,3 +949,24 @@ def test_decode_says_how_many_there_are_of_everything():
         "links": 1, "engines": 1, "receives_open": 2, "receives_held": 1,
         "timers": 4,  # two deadlines, the end of the hold, and a heartbeat
     }  # fmt: skip
+
+
+def test_a_push_in_doubt_is_one_that_is_not_over():
+    world, prefill, decode = make_connected()
+    world.stalling.add("d0")
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.advance(CONFIG.stall_timeout_s + 1)
+    assert prefill.pushes[-1].outcome == "failed"
+    assert prefill.core.num_pushes == 1
+
+
+def test_the_end_of_a_writer_whose_part_has_come_whole_does_not_matter():
+    decode, left, right = Decode(), *(Other("p0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1))
+    decode.expect("t", [7], [left, right])
+    decode.meets(left, right)
+    decode.arrives(left, 1, 0, 1)
+    decode.loses(left, refused=True)
+    assert not decode.events
+    decode.arrives(right, 1, 0, 1)
+    assert [event.outcome for event in decode.events] == ["done"]

@@ -603,7 +603,8 @@ def test_the_length_of_a_block_is_all_of_its_layers():
 
 
 def test_a_cache_that_no_plan_could_serve_is_refused_here():
-    with pytest.raises(ConfigurationError, match="too far apart"):
-        check_writable(geometry("NBD"))
-    check_writable(geometry("NBD"), min_tile_bytes=16)
+    for check in (check_writable, block_len_bytes):
+        with pytest.raises(ConfigurationError, match="too far apart"):
+            check(geometry("NBD"))
+        check(geometry("NBD"), min_tile_bytes=16)
     check_writable(of_total("BKNHD", 2, 8))
