@@ -542,6 +542,8 @@ def test_the_largest_index_fits_and_one_more_row_is_refused():
     for ours, theirs in (
         (vast(2**20, layers=2**11), vast(1, layers=2**11)),
         (vast(1, layers=2**11), vast(2**20, layers=2**11)),
+        (vast(2**20, tokens=2, layers=2**10), vast(1, layers=2**10)),  # every block in two parts
+        (vast(1, layers=2**10), vast(2**20, tokens=2, layers=2**10)),
     ):
         with pytest.raises(Failure, match="more than NIXL can number") as caught:
             pair(ours, theirs)
