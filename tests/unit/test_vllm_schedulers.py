@@ -462,3 +462,11 @@ def test_leases_are_renewed_as_often_as_the_shortest_needs(decode, clock):
     decode.arrived(Request("b", kv_transfer_params=SOURCE | {"remote_lease_s": 300.0, "transfer_id": "u"}))
     clock.now_s += 1.0
     assert len(decode.take_work().renewals) == 1
+
+
+def test_a_lease_of_next_to_nothing_does_not_have_every_step_renew(decode, clock):
+    decode.arrived(Request("a", kv_transfer_params=SOURCE | {"remote_lease_s": 1e-9}))
+    clock.now_s += 0.1
+    assert decode.take_work().renewals == []
+    clock.now_s += 0.3
+    assert len(decode.take_work().renewals) == 1

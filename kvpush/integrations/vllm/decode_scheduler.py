@@ -24,6 +24,7 @@ from kvpush.integrations.vllm.pins import Pins
 from kvpush.integrations.vllm.work import Expect, Renewal, Report, StepWork
 
 RENEWALS_PER_LEASE = 3
+MIN_LEASE_S = 1.0  # whatever a request says of its prefill engine's: not every step is to renew
 
 
 class Request(Protocol):
@@ -89,7 +90,7 @@ class DecodeScheduler:
         leg = decode_leg(params, request.request_id, request.prompt_token_ids)
         if leg is not None:
             self._prompts[request.request_id] = _Prompt(request, leg, self.clock())
-            self.lease_s = min(self.lease_s, leg.lease_s or self.lease_s)
+            self.lease_s = min(self.lease_s, max(MIN_LEASE_S, leg.lease_s or self.lease_s))
         return leg is not None
 
     def num_missing_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
