@@ -798,14 +798,20 @@ def test_each_rank_of_decode_renews_the_lease_of_a_push_that_waits_for_several()
     assert [event.outcome for event in prefill.events] == ["expired"]
 
 
-def test_j7_nobody_renews_the_lease_of_what_waits_for_another_engine():
-    prefill, left, _ = make_two(lease_s=10, liveness_timeout_s=60, heartbeat_interval_s=20)
-    stranger = Other("d1", Share(tp_rank=0, tp_size=2))
-    prefill.meets(stranger)
+def make_half_served():
+    """Transfer t, whose blocks one rank has and the other has not asked for, with a lease of 10 s."""
+    prefill, left, right = make_two(lease_s=10, liveness_timeout_s=60, heartbeat_interval_s=20)
     prefill.push("t", [1, 2])
     prefill.registers(left, "t", 7, [5, 6])
     prefill.answers(left)
     prefill.settles(prefill.write_to(left))
+    return prefill, right
+
+
+def test_j7_nobody_renews_the_lease_of_what_waits_for_another_engine():
+    prefill, _ = make_half_served()
+    stranger = Other("d1", Share(tp_rank=0, tp_size=2))
+    prefill.meets(stranger)
     prefill.advance(9)
     prefill.hears(stranger, wire.Renew(["t"]))
     assert prefill.core.counters["leases_renewed"] == 0
@@ -840,11 +846,7 @@ def test_rule14_a_push_that_waits_for_its_caller_ends_with_the_life_of_decode_th
 
 
 def test_a_rank_that_still_queues_renews_the_lease_although_another_has_registered():
-    prefill, left, right = make_two(lease_s=10, liveness_timeout_s=60, heartbeat_interval_s=20)
-    prefill.push("t", [1, 2])
-    prefill.registers(left, "t", 7, [5, 6])
-    prefill.answers(left)
-    prefill.settles(prefill.write_to(left))
+    prefill, right = make_half_served()
     prefill.advance(9)
     prefill.hears(right, wire.Renew(["t"]))
     prefill.advance(9)

@@ -742,12 +742,18 @@ def test_a_receive_is_in_flight_until_its_last_layer_has_arrived_which_ends_a_ro
     assert (only_engine(decode).in_flight, only_engine(decode).handshake_failures) == (0, 0)
 
 
-def test_a_second_welcome_and_a_failed_dial_are_counted_once():
+def after_a_failed_dial():
+    """Decode and a prefill engine that it has reached at the second attempt, and asked for transfer t."""
     decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
     decode.expect("t", [7], [other])
     decode.loses(other)
     decode.advance(1)
     decode.meets(other)
+    return decode, other
+
+
+def test_a_second_welcome_and_a_failed_dial_are_counted_once():
+    decode, other = after_a_failed_dial()
     theirs = other.identity
     decode.hears(
         other, wire.Welcome(theirs.engine_id, theirs.incarnation, theirs.share, theirs.holdings, theirs.agent_name)
@@ -813,17 +819,6 @@ def test_a_silent_prefill_engine_is_hung_up_on_and_not_told_goodbye():
     assert not [message for to, message in decode.sent if to == link and isinstance(message, wire.Goodbye)]
 
 
-def test_a_hold_that_times_out_is_no_sign_of_life():
-    decode, other = Decode(liveness_timeout_s=20), Other("p0", ALONE)
-    decode.expect("t", [7], [other])
-    decode.meets(other)
-    decode.do(decode.core.cancel("t", decode.now_s))
-    decode.advance(CONFIG.hold_timeout_s)
-    _, released = decode.events
-    assert not released.proven
-    assert only_engine(decode).silent_s == CONFIG.hold_timeout_s
-
-
 @pytest.mark.parametrize(("num_failures", "is_told"), [(1, True), (2, False)])
 def test_prefill_is_told_of_a_receive_of_no_block_as_long_as_others_would_wait(num_failures, is_told):
     decode, other = Decode(handshake_attempts=2), Other("p0", ALONE)
@@ -839,11 +834,7 @@ def test_prefill_is_told_of_a_receive_of_no_block_as_long_as_others_would_wait(n
 
 def test_a_failure_that_prefill_reports_ends_no_row_of_failures():
     """Otherwise an engine that connects and breaks at each WRITE would be dialled in a tight loop."""
-    decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
-    decode.expect("t", [7], [other])
-    decode.loses(other)
-    decode.advance(1)
-    decode.meets(other)
+    decode, other = after_a_failed_dial()
     decode.hears(other, wire.Failed("t", 1, FailureCode.write_failed, "?", settled=True))
     assert (only_engine(decode).in_flight, only_engine(decode).handshake_failures) == (0, 1)
 
@@ -918,11 +909,7 @@ def test_a_dropped_prefill_engine_that_says_goodbye_is_hung_up_on():
 
 
 def test_an_answer_to_a_cancel_ends_a_row_of_failures():
-    decode, other = Decode(handshake_attempts=3), Other("p0", ALONE)
-    decode.expect("t", [7], [other])
-    decode.loses(other)
-    decode.advance(1)
-    decode.meets(other)
+    decode, other = after_a_failed_dial()
     decode.do(decode.core.cancel("t", decode.now_s))
     assert only_engine(decode).handshake_failures == 1
     decode.hears(other, wire.Drained("t", 1))

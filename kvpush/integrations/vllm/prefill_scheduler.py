@@ -125,9 +125,12 @@ class PrefillScheduler:
         if now_s < self._stuck_since_s + STUCK_S or self._is_withdrawing:
             return
         for prompt in reversed(self._prompts.values()):
-            if prompt.send in self._sends and not prompt.is_complete and self._is_out(prompt):
+            if self._is_half_pushed(prompt) and self._is_out(prompt):
                 self._withdraw(prompt)
                 return
+
+    def _is_half_pushed(self, prompt: _Prompt) -> bool:
+        return prompt.send in self._sends and not prompt.is_complete
 
     @staticmethod
     def _is_out(prompt: _Prompt) -> bool:
@@ -222,9 +225,7 @@ class PrefillScheduler:
         return self._is_withdrawing or (
             not self.has_prefix_cache
             and any(
-                prompt.send in self._sends
-                and not prompt.is_complete
-                and prompt.request.num_preemptions != prompt.num_preemptions
+                self._is_half_pushed(prompt) and prompt.request.num_preemptions != prompt.num_preemptions
                 for prompt in self._prompts.values()
             )
         )
