@@ -84,7 +84,8 @@ STATEFUL_TIMEOUT_S = 120.0
 SEEDS = 150  # of the simulation; make test runs 500 of them
 SEEDS_PER_BATCH = 10
 BATCH_TIMEOUT_S = 30.0  # of processor time; a batch takes half a second
-CHILD_TIMEOUT_S = 600.0  # for what waits and uses no processor
+CHILD_TIMEOUT_S = 600.0
+WAITING_S, WAITING_CPU_S = 30.0, 1.0  # a child that used less processor time than that in such a time only waits
 TRACE_TIMEOUT_S = 1800.0
 
 PASSED = (0, 5)  # of pytest's exit codes: 5 says that no test was left to run
@@ -420,7 +421,37 @@ def chosen(args: argparse.Namespace, results: Results) -> list[Mutation]:
         return [m for m in found if args.only in m.name]
     if args.again:
         return [m for m in found if results.known.get(m.name, {}).get("verdict") == args.again]
-    return [m for m in found if m.name not in results.known]
+    why = explained()  # those last: they run through everything and tell nothing new
+    return sorted((m for m in found if m.name not in results.known), key=lambda m: m.name in why)
+
+
+@dataclass(eq=False)
+class Child:
+    """A process that tries one mutation."""
+
+    pid: int
+    reader: int
+    mutation: Mutation
+    num_tests: int
+    start_s: float
+    cpu_s: float = 0.0  # that it had used when it was last looked at closely
+    watched_s: float = 0.0  # since then; a run that is stopped meanwhile does not count
+
+    def is_over_time(self, passed_s: float) -> bool:
+        """Whether to end it. ``passed_s``: since it was asked last."""
+        self.watched_s += min(passed_s, 1.0)
+        if self.watched_s >= WAITING_S:
+            used_s = processor_time_s(self.pid)
+            if used_s - self.cpu_s < WAITING_CPU_S:
+                return True
+            self.cpu_s, self.watched_s = used_s, 0.0
+        return time.monotonic() >= self.start_s + CHILD_TIMEOUT_S
+
+
+def processor_time_s(pid: int) -> float:
+    """Of a child of ours, ended or not; see proc(5)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def run(args: argparse.Namespace, results: Results) -> None:
@@ -428,35 +459,31 @@ def run(args: argparse.Namespace, results: Results) -> None:
     at_import = lines_at_import()
     waiting = spread(chosen(args, results), covered)
     print(f"{len(waiting)} mutations to try, {args.jobs} at a time", flush=True)
-    running: dict[int, tuple[int, Mutation, int, float, float]] = {}
+    running: list[Child] = []
     total, done = len(waiting), 0
     waiting.reverse()
+    looked_s = time.monotonic()
     while waiting or running:
         while waiting and len(running) < args.jobs:
             mutation = waiting.pop()
             tests = tests_for(mutation, covered, at_import)
             pid, reader = in_child(lambda m=mutation, t=tests: attempt(m, args, t))
-            now_s = time.monotonic()
-            running[reader] = (pid, mutation, len(tests), now_s, now_s + CHILD_TIMEOUT_S)
-        for reader in ended(running):
-            pid, mutation, num_tests, start_s, deadline_s = running.pop(reader)
-            answer = read_child(
-                pid, reader, max(time.monotonic(), deadline_s) if deadline_s > time.monotonic() else 0.0
-            )
-            (STATE / f"child-{pid}.log").unlink(missing_ok=True)
+            running.append(Child(pid, reader, mutation, len(tests), time.monotonic()))
+        ready, _, _ = select.select([child.reader for child in running], [], [], 0.5)
+        passed_s, looked_s = time.monotonic() - looked_s, time.monotonic()
+        for child in list(running):
+            is_over_time = child.is_over_time(passed_s)
+            if child.reader not in ready and not is_over_time:
+                continue
+            running.remove(child)
+            answer = read_child(child.pid, child.reader, 0.0 if is_over_time else child.start_s + CHILD_TIMEOUT_S)
+            (STATE / f"child-{child.pid}.log").unlink(missing_ok=True)
             verdict, by = judged(answer)
-            seconds = time.monotonic() - start_s
-            results.add(row_of(mutation, verdict, by, num_tests, seconds))
+            seconds = time.monotonic() - child.start_s
+            results.add(row_of(child.mutation, verdict, by, child.num_tests, seconds))
             done += 1
             mark = "" if verdict == "killed" else f"  {verdict.upper()}"
-            print(f"{done}/{total} {seconds:5.1f} s {mutation.line:4} {mutation.name}{mark}", flush=True)
-
-
-def ended(running: dict[int, tuple[int, Mutation, int, float, float]]) -> list[int]:
-    """Children that answered or died, and those whose time is over."""
-    ready, _, _ = select.select(list(running), [], [], 0.5)
-    now_s = time.monotonic()
-    return [reader for reader, (_, _, _, _, deadline_s) in running.items() if reader in ready or now_s >= deadline_s]
+            print(f"{done}/{total} {seconds:5.1f} s {child.mutation.line:4} {child.mutation.name}{mark}", flush=True)
 
 
 def judged(answer: dict[str, Any] | None) -> tuple[str, str]:
