@@ -29,6 +29,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import inf
 from typing import Any
 
 from kvpush.config import Config
@@ -115,13 +116,12 @@ class _Engine:
     state: State = ENGINE.initial
     reason: StaleReason | None = None
     attempt: int | None = None  # the one under way, while handshaking
-    attempt_due_s: float = 0.0
+    attempt_due_s: float = inf  # while handshaking
     resource: Any = None  # what the transport loaded, from connected until evicted
-    link_is_up: bool = True
     pins: int = 0
-    stale_since_s: float = 0.0
+    stale_since_s: float = inf  # while it is idle
     failures: int = 0  # in a row, carried over to the next generation of the same incarnation
-    retry_at_s: float = 0.0
+    retry_at_s: float = -inf
     retry_pending: bool = False
     pushes: int = 0
     last_error: str = ""
@@ -129,6 +129,11 @@ class _Engine:
     @property
     def key(self) -> _Key:
         return self.engine_id, self.rank
+
+    @property
+    def is_ending(self) -> bool:
+        """Evicted as soon as nothing is in flight; one that is idle may yet be revived."""
+        return self.reason not in (None, StaleReason.idle)
 
 
 @dataclass(slots=True)
@@ -179,9 +184,8 @@ class Registry:
         with self._lock:
             now_s = self._clock()
             current = self._current_of((engine_id, rank))
-            if current is not None and current.incarnation == incarnation and self._may_serve(current):
+            if current is not None and current.incarnation == incarnation and not current.is_ending:
                 current.address = address
-                current.link_is_up = True
                 self._heard(current, now_s, activity=True)
                 return current.generation, effects
             self._check_room(engine_id, current)
@@ -193,7 +197,7 @@ class Registry:
         with self._lock:
             now_s = self._clock()
             current = self._current_of((engine_id, rank))
-            if current is not None and current.address == address and self._may_serve(current):
+            if current is not None and current.address == address and not current.is_ending:
                 return current.generation, effects
             self._check_room(engine_id, current)
             return self._replace(current, (engine_id, rank), "", address, now_s, effects), effects
@@ -214,13 +218,13 @@ class Registry:
         effects: list[RegistryEffect],
     ) -> int:
         """Begin a new generation in place of ``current``. Backoff survives, unless another incarnation starts."""
-        failures, retry_at_s, last_error, known_incarnation = 0, 0.0, "", None
+        failures, retry_at_s, last_error, known_incarnation = 0, -inf, "", None
         if current is not None:
             self._retire(current, StaleReason.superseded, f"by {incarnation or 'a new record'}", now_s, effects)
             failures, retry_at_s, last_error = current.failures, current.retry_at_s, current.last_error
             known_incarnation = current.incarnation
         past = self._past.pop(key, None)
-        if past is not None and current is None and not self._is_forgotten(past, now_s):
+        if past is not None and not self._is_forgotten(past, now_s):
             failures, retry_at_s, last_error = past.failures, past.retry_at_s, past.snapshot.last_error
             known_incarnation = past.snapshot.incarnation
         engine = self._begin(key, incarnation, address, now_s)
@@ -251,7 +255,7 @@ class Registry:
             engine = self._by_generation.get(generation)
             if engine is None:
                 return Need.gone
-            if engine.reason is StaleReason.idle and engine.link_is_up:  # stale for no other reason
+            if engine.reason is StaleReason.idle:
                 self._move(engine, Trigger.revived, "a push came")
                 engine.reason = None
                 engine.activity_s = self._clock()  # our own push: nothing was heard
@@ -320,9 +324,7 @@ class Registry:
 
     def _attempted(self, generation: int, attempt: int) -> _Engine | None:
         engine = self._by_generation.get(generation)
-        if engine is None or engine.state is not State.handshaking or engine.attempt != attempt:
-            return None
-        return engine
+        return engine if engine is not None and engine.attempt == attempt else None
 
     def _fail_handshake(self, engine: _Engine, error: str, now_s: float) -> None:
         self._move(engine, Trigger.handshake_failed, error)
@@ -399,8 +401,7 @@ class Registry:
             if engine is None:
                 return effects
             now_s = self._clock()
-            engine.link_is_up = link_is_up
-            self._end(engine, Trigger.peer_lost, StaleReason.lost, detail, now_s, effects)
+            self._end(engine, Trigger.peer_lost, StaleReason.lost, detail, now_s, effects, link_is_up=link_is_up)
         return effects
 
     def retire(self, generation: int, reason: StaleReason, detail: str) -> list[RegistryEffect]:
@@ -436,20 +437,21 @@ class Registry:
         detail: str,
         now_s: float,
         effects: list[RegistryEffect],
+        *,
+        link_is_up: bool = True,
     ) -> None:
         """From any live state towards evicted, by the rows that lead there."""
         if engine.state is State.handshaking:
             self._fail_handshake(engine, detail, now_s)
         if engine.state is State.connected:
             self._move(engine, trigger, f"{reason}: {detail}")
-            engine.stale_since_s = now_s
             if reason is StaleReason.lost:
                 self._back_off(engine, now_s)
-        if engine.reason in (None, StaleReason.idle):  # otherwise it is ending already, and the first root cause stays
+        if not engine.is_ending:  # otherwise the first root cause stays
             engine.reason = reason
             if reason is StaleReason.lost:
                 engine.last_error = detail
-            effects.append(WentStale(engine.engine_id, engine.generation, reason, detail, engine.link_is_up))
+            effects.append(WentStale(engine.engine_id, engine.generation, reason, detail, link_is_up))
         self._schedule(engine)
         self._evict_if_due(engine, now_s, effects)
 
@@ -484,8 +486,7 @@ class Registry:
     def _age(self, engine: _Engine, now_s: float, effects: list[RegistryEffect]) -> None:
         if self._is_silent(engine, now_s):
             detail = f"nothing heard for {self._config.liveness_timeout_s:g} s"
-            engine.link_is_up = False
-            self._end(engine, Trigger.peer_lost, StaleReason.lost, detail, now_s, effects)
+            self._end(engine, Trigger.peer_lost, StaleReason.lost, detail, now_s, effects, link_is_up=False)
             return
         match engine.state:
             case State.handshaking:
@@ -496,7 +497,7 @@ class Registry:
                 self._move(engine, Trigger.ttl_expired, f"idle for {self._config.engine_ttl_s:g} s")
                 engine.reason = StaleReason.idle
                 engine.stale_since_s = now_s
-                effects.append(WentStale(engine.engine_id, engine.generation, engine.reason, "idle", engine.link_is_up))
+                effects.append(WentStale(engine.engine_id, engine.generation, engine.reason, "idle", link_is_up=True))
             case State.unknown if engine.retry_pending and now_s >= engine.retry_at_s:
                 engine.retry_pending = False
                 effects.append(RetryDue(engine.engine_id, engine.generation))
@@ -513,9 +514,8 @@ class Registry:
         A handshake has its own, shorter patience. A decode-side record that nobody has dialled yet has no incarnation,
         and nobody who could be heard. An idle engine is listened to: a push may revive it.
         """
-        is_over = engine.reason not in (None, StaleReason.idle)
-        if engine.state is State.handshaking or is_over or not engine.link_is_up or not engine.incarnation:
-            return float("inf")
+        if engine.state is State.handshaking or engine.is_ending or not engine.incarnation:
+            return inf
         return engine.heard_s + self._config.liveness_timeout_s
 
     def _evict_if_due(self, engine: _Engine, now_s: float, effects: list[RegistryEffect]) -> None:
@@ -523,7 +523,6 @@ class Registry:
             return
         self._move(engine, Trigger.evict, "" if engine.reason is None else str(engine.reason))
         effects.append(Evicted(engine.engine_id, engine.generation, engine.reason, engine.resource))
-        engine.resource = None
         del self._by_generation[engine.generation]
         self._due.cancel(engine.generation)
         if self._current.get(engine.key) == engine.generation:
@@ -533,11 +532,11 @@ class Registry:
     def _evict_at_s(self, engine: _Engine) -> float:
         """When ``evict`` is allowed, as things stand; infinity while it is not."""
         if engine.pins or engine.state not in (State.unknown, State.stale):
-            return float("inf")
+            return inf
         if engine.reason is StaleReason.idle:
-            return engine.stale_since_s + self._config.evict_grace_s if engine.link_is_up else engine.stale_since_s
+            return engine.stale_since_s + self._config.evict_grace_s
         if engine.reason is not None:
-            return 0.0
+            return -inf
         return engine.activity_s + self._config.engine_ttl_s + self._config.evict_grace_s
 
     def _schedule(self, engine: _Engine) -> None:
@@ -552,7 +551,7 @@ class Registry:
                 due_s = min(due_s, engine.retry_at_s)
             case _:
                 pass
-        if due_s != float("inf") and not self._due.is_set_before(engine.generation, due_s):
+        if due_s != inf and not self._due.is_set_before(engine.generation, due_s):
             self._due.set(engine.generation, due_s)
 
     # --- introspection -----------------------------------------------------------------------------------------------
@@ -621,7 +620,7 @@ class Registry:
         """Changes after the first ``count`` ones, and the new count. Older ones than the trace holds are left out."""
         with self._lock:
             new = min(self._trace.count - count, len(self._trace.changes))
-            return self._trace.count, list(self._trace.changes)[len(self._trace.changes) - new :] if new > 0 else []
+            return self._trace.count, list(self._trace.changes)[len(self._trace.changes) - new :]
 
     def __len__(self) -> int:
         with self._lock:
@@ -650,10 +649,6 @@ class Registry:
     def _current_of(self, key: _Key) -> _Engine | None:
         generation = self._current.get(key)
         return None if generation is None else self._by_generation[generation]
-
-    @staticmethod
-    def _may_serve(engine: _Engine) -> bool:
-        return engine.state is not State.stale or (engine.reason is StaleReason.idle and engine.link_is_up)
 
     def _move(self, engine: _Engine, trigger: Trigger, detail: str) -> None:
         source = engine.state

@@ -113,7 +113,7 @@ SIMULATED = [
     ),
     Plant(
         "generation not compared on a late reply",
-        [Edit(Registry, "_attempted", " or engine.attempt != attempt", "")],
+        [Edit(Registry, "_attempted", "engine.attempt == attempt", "engine.attempt is not None")],
         {"late-answers-change-nothing"},
     ),
     Plant(

@@ -227,6 +227,15 @@ def test_rule3_lost_while_pinned_evicts_at_the_last_settle(desk):
     assert desk.settle(d0, ok=False) == [Evicted("d0", d0, StaleReason.lost, desk.resources[d0])]
 
 
+def test_rule3_a_pinned_engine_that_ends_is_not_looked_at_again():
+    desk = Desk(**HEARING)
+    d0 = desk.connect()
+    desk.pin(d0)
+    desk.lost(d0, "write failed", link_is_up=True)
+    assert desk.pass_time(5) == []
+    assert desk.next_due_s() is None
+
+
 def test_rule3_a_pinned_engine_never_ages(desk):
     d0 = desk.connect()
     desk.pin(d0)
@@ -504,6 +513,54 @@ def test_rule5_the_patience_of_a_handshake_does_not_put_off_what_comes_after_it(
     assert desk.state_of(d0) is not State.connected
 
 
+def test_rule5_a_handshake_that_failed_leaves_the_silence_to_be_judged():
+    desk = Desk(**HEARING | {"handshake_timeout_s": 60.0})
+    d0, _ = desk.admit("d0", "one", "host:1")
+    admitted_s = desk.clock()
+    attempt = desk.begin_handshake(d0)
+    desk.clock.advance(1)
+    desk.handshake_failed(d0, attempt, "refused")
+    assert desk.next_due_s() == admitted_s + 5
+
+
+def test_rule5_silence_is_judged_from_the_last_attempt_on():
+    desk = Desk(**HEARING)
+    d0, _ = desk.admit("d0", "one", "host:1")
+    desk.clock.advance(4)
+    desk.fail(d0)
+    assert desk.pass_time(5 - MOMENT_S) == []
+    assert [type(effect) for effect in desk.pass_time(MOMENT_S)] == [WentStale, Evicted]
+
+
+def test_rule4_a_handshake_that_succeeds_is_heard_and_activity():
+    desk = Desk(**HEARING)
+    d0, _ = desk.admit("d0", "one", "host:1")
+    attempt = desk.begin_handshake(d0)
+    desk.clock.advance(0.5)
+    desk.handshake_succeeded(d0, attempt, "agent")
+    assert (desk.of(d0).idle_s, desk.of(d0).silent_s) == (0, 0)
+
+
+def test_rule5_nothing_is_due_for_a_pinned_engine_that_cannot_be_heard(desk):
+    d0, _ = desk.admit_address("d0", "host:1")
+    desk.shake(d0)
+    desk.pin(d0)
+    assert desk.pass_time(TTL_S) == []
+    assert desk.next_due_s() is None
+
+
+@pytest.mark.parametrize("start_s", [-1000.0, 0.0])
+def test_a_clock_may_start_anywhere(start_s):
+    desk = Desk()
+    desk.registry = Registry(desk.config, FakeClock(start_s), random.Random(7))
+    d0 = desk.connect()
+    d1, _ = desk.admit("d0", "two", "host:1")
+    assert desk.need(d1) is Need.handshake
+    assert desk.of(d1).retry_in_s == 0
+    assert [type(effect) for effect in desk.retire(d1, StaleReason.dropped, "operator")] == [WentStale, Evicted]
+    assert desk.state_of(d0) is State.evicted
+
+
 def test_rule5_nobody_is_heard_before_it_was_dialled():
     """Decode names a prefill engine by its address; until it answers there is nobody who could fall silent."""
     desk = Desk(**HEARING)
@@ -777,6 +834,16 @@ def test_an_attempt_takes_the_announcement_with_it(desk):
     assert desk.sweep() == []
 
 
+def test_an_attempt_that_fails_is_followed_by_no_announcement_that_nobody_waits_for():
+    desk = Desk(engine_ttl_s=100.0)
+    d0, _ = desk.admit("d0", "one", "host:1")
+    desk.fail(d0)
+    assert desk.need(d0) is Need.wait
+    desk.clock.advance(8)  # the backoff is over, and no sweep has said so
+    desk.fail(d0)
+    assert desk.pass_time(8) == []
+
+
 def test_failures_are_forgotten_by_a_confirmed_write_and_not_by_a_handshake(desk):
     """An engine that connects and breaks at the first WRITE must not be dialled in a tight loop."""
     d0, _ = desk.admit("d0", "one", "host:1")
@@ -873,6 +940,15 @@ def test_revived_by_a_push_and_ages_anew(desk):
     desk.settle(d0, ok=True)
     assert desk.pass_time(TTL_S - MOMENT_S) == []
     assert desk.pass_time(MOMENT_S) == [stale("d0", d0, StaleReason.idle, "idle")]
+
+
+def test_a_revived_engine_is_due_by_its_ttl_although_its_grace_was_longer():
+    desk = Desk(evict_grace_s=100.0)
+    d0 = desk.connect()
+    desk.pass_time(TTL_S)
+    desk.clock.advance(1)
+    assert desk.need(d0) is Need.write
+    assert desk.next_due_s() == desk.clock() + TTL_S
 
 
 def test_reviving_is_not_hearing(desk):
@@ -1278,6 +1354,12 @@ def test_transitions_since_counts_on(desk):
     count, news = desk.transitions_since(count)
     assert (count, [c.trigger for c in news]) == (4, ["retired", "evict"])
     assert desk.transitions_since(99) == (4, [])
+
+
+def test_the_hint_counts_transitions(desk):
+    assert desk.num_transitions == 0
+    desk.connect()
+    assert desk.num_transitions == 2
 
 
 def test_rule16_the_trace_is_bounded_and_says_what_it_left_out(desk):
