@@ -142,7 +142,7 @@ class PrefillCore:
             self.counters["chunks_after_end"] += index > 0
             return self._outbox.take()
         push.chunks.append(Chunk(parts, fenced))
-        push.is_last_known = push.is_last_known or last
+        push.is_last_known = last
         push.lease_until_s = now_s + self._config.lease_s
         for leg in push.legs.values():
             leg.cut(len(push.chunks) - 1, self._cut)
@@ -328,18 +328,16 @@ class PrefillCore:
     def _refusal_of_namesake(self, hello: wire.Hello) -> Failure | None:
         """An incarnation whose place was taken is back, and whoever took it is still linked: two processes live."""
         engine = (hello.engine_id, hello.share.rank)
-        newer = [
-            other.hello.incarnation
-            for other in self._links.of_rank(*engine)
-            if other.hello.incarnation != hello.incarnation
-        ]
-        if not newer or not self._namesakes.has_been_replaced(engine, hello.incarnation):
+        if not self._namesakes.has_been_replaced(engine, hello.incarnation):
+            return None
+        newer = self._links.of_rank(*engine)  # its own link went when its place was taken
+        if not newer:
             return None
         self.counters["namesakes_refused"] += 1
         return Failure(
             FailureCode.superseded,
             f"two living processes call themselves engine {hello.engine_id!r}: incarnation {hello.incarnation}, "
-            f"superseded by {newer[0]}, came back; engine ids must be unique",
+            f"superseded by {newer[0].hello.incarnation}, came back; engine ids must be unique",
         )
 
     def _welcome(self, link: LinkId, hello: wire.Hello, now_s: float) -> None:
@@ -357,7 +355,7 @@ class PrefillCore:
         self._outbox.send(
             new, wire.Welcome(ours.engine_id, ours.incarnation, ours.share, ours.holdings, ours.agent_name)
         )
-        if self._config.eager_handshake and self._registry.need(generation) is Need.handshake:
+        if self._config.eager_handshake:
             self._begin_handshake(new, generation)
 
     def _introduced(self, link: LinkId, hello: wire.Hello) -> Link:
@@ -418,16 +416,13 @@ class PrefillCore:
         """Everything that came over this link and has not ended, ends."""
         for transfer_id in list(link.transfer_ids):
             registration = self._registrations.find(transfer_id, link.rank)
-            if registration is not None and registration.link is link:
-                if tell:
-                    self._registrations.end_transfer(transfer_id, code, reason, now_s)
-                else:
-                    self._registrations.end(registration)
-                    self._registrations.remember_end(registration)
-                continue
-            push = self._pushes.get(transfer_id)
-            if push is not None and any(each.link is link for each in push.registrations):
-                self._endings.give_up(push, Cause(Outcome.failed, code, reason), now_s)
+            if registration is None:  # its push came
+                self._endings.give_up(self._pushes[transfer_id], Cause(Outcome.failed, code, reason), now_s)
+            elif tell:
+                self._registrations.end_transfer(transfer_id, code, reason, now_s)
+            else:
+                self._registrations.end(registration)
+                self._registrations.remember_end(registration)
 
     # --- registrations -----------------------------------------------------------------------------------------------
 
@@ -590,9 +585,7 @@ class PrefillCore:
         generation, need = self._serving_generation(link, now_s)
         if generation is None:
             return  # the link's engine was refused room; the push has been given up
-        if leg.generation != generation:
-            self._lines.undefer(leg)
-            leg.generation = generation
+        leg.generation = generation
         if need is Need.write:
             self._lines.join(leg, generation)
             self._pump(now_s)

@@ -662,7 +662,6 @@ class Registry:
         self._past[engine.key] = _Past(
             self._snapshot(engine, now_s), now_s, engine.failures, engine.retry_at_s, engine.heard_s, engine.activity_s
         )
-        self._past.move_to_end(engine.key)
         while len(self._past) > self._config.max_tombstones:
             self._past.popitem(last=False)
 
