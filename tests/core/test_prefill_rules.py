@@ -23,10 +23,13 @@ from core_worlds import (
     run_to_the_end,
     states,
 )
+from rank_cores import ALONE, Other, Prefill
 
 import kvpush
 from kvpush import wire
 from kvpush.errors import Failure, FailureCode, QueueFull
+from kvpush.events import BlocksReleased
+from kvpush.lifecycle import PushState
 from kvpush.parallel import Share
 from kvpush.prefill_effects import Emit, ReleasePeer, Send
 from kvpush.testing import World
@@ -826,3 +829,44 @@ def test_the_hello_of_a_newer_link_of_the_same_process_takes_the_older_one_s_pla
     answers = [each.message for each in effects if isinstance(each, Send)]
     assert any(isinstance(answer, wire.Welcome) for answer in answers)
     assert link_to(prefill, decode) == b"newer"
+
+
+def test_rule12_a_hold_that_runs_out_before_another_write_of_the_push_has_stalled_takes_that_one_with_it():
+    prefill, other = Prefill(hold_timeout_s=1, hold_policy="release", liveness_timeout_s=100), Other("d0", ALONE)
+    prefill.meets(other)
+    prefill.registers(other, "t", 1, [5, 6])
+    prefill.push("t", [3], last=False)
+    prefill.answers(other)
+    prefill.advance(CONFIG.stall_timeout_s - 1)
+    prefill.push("t", [4], index=1, first_block=1)
+    assert len(prefill.posted) == 2
+    prefill.advance(1)
+    assert [(end.outcome, end.blocks_reusable) for end in prefill.events] == [("failed", False)]
+    prefill.advance(1)
+    assert [type(event) for event in prefill.events[1:]] == [BlocksReleased]
+    prefill.advance(CONFIG.stall_timeout_s)
+    assert len(prefill.events) == 2
+    assert prefill.core.counters["writes_abandoned"] == 2
+    assert prefill.core.counters["writes_stalled"] == 1
+
+
+def test_rule10_a_push_waits_for_no_second_handshake_that_cannot_help():
+    prefill, other = Prefill(handshake_attempts=3), Other("d0", ALONE)
+    prefill.meets(other)
+    prefill.registers(other, "t", 1, [5])
+    prefill.push("t", [3])
+    (asked,) = prefill.told(other, wire.MetadataRequest)
+    prefill.hears(other, wire.MetadataUnavailable(asked.attempt, FailureCode.incompatible, "other layers"))
+    assert [(end.outcome, end.code) for end in prefill.events] == [("failed", "incompatible")]
+
+
+def test_a_push_behind_a_handshake_is_in_the_state_of_its_row():
+    prefill, other = Prefill(), Other("d0", ALONE)
+    prefill.meets(other)
+    prefill.push("t", [3])
+    push = prefill.core._pushes["t"]
+    assert push.state is PushState.waiting
+    prefill.registers(other, "t", 1, [5])
+    assert push.state is PushState.deferred
+    prefill.answers(other)
+    assert push.state is PushState.writing

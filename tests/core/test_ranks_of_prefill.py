@@ -851,3 +851,17 @@ def test_a_rank_that_still_queues_renews_the_lease_although_another_has_register
     prefill.hears(right, wire.Renew(["t"]))
     prefill.advance(9)
     assert prefill.core.counters["leases_renewed"] == 1 and not prefill.events
+
+
+def test_a_write_names_no_layer_that_its_rank_does_not_hold():
+    prefill, first = Prefill(), Other("d0", Share(pp_size=2), layers=["a"])
+    second = Other("d0", Share(pp_rank=1, pp_size=2), layers=["b"])
+    prefill.meets(first, second)
+    for other in (first, second):
+        prefill.registers(other, "t", 1, [5])
+    prefill.push("t", [3], layers=(range(1), range(1, 2)))
+    prefill.answers(first, second)
+    for other, layer in ((first, 0), (second, 1)):
+        (span,) = prefill.spans(prefill.write_to(other))
+        assert (span.first_layer, span.num_layers) == (layer, 1)
+        assert len(prefill.posted[prefill.write_to(other)].pieces) == 1
