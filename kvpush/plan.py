@@ -574,9 +574,3 @@ def check_writable(geometry: CacheGeometry, *, min_tile_bytes: int = MIN_TILE_BY
             raise ConfigurationError(
                 f"dims={group.dims!r}: a block's elements lie too far apart to be written: {exc.reason}"
             ) from exc
-
-
-def block_len_bytes(geometry: CacheGeometry, group: int = 0, *, min_tile_bytes: int = MIN_TILE_BYTES) -> int:
-    """The length of one block of a group over all its layers. Raises as :func:`check_writable` does."""
-    check_writable(geometry, min_tile_bytes=min_tile_bytes)
-    return geometry.groups[group].block_len_bytes

@@ -109,7 +109,6 @@ class DecodeReceiver(Side[ReceiveFinished, _Account]):
         events: EventQueue[ReceiveFinished] = EventQueue()
         super().__init__(config, engine_id, identity.incarnation, identity.rank, registry, ledger, events)
         self._kv_caches = dict(kv_caches)  # keeps the memory alive for as long as NIXL may touch it
-        self._spec = spec
         self._is_draining = False
         # by group and block; guarded by the ledger's lock. Groups that share memory share their blocks' numbers, too.
         sizes = self._placement.num_pages()

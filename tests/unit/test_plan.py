@@ -17,7 +17,7 @@ from kvpush.blocks import MAX_SLOTS_PER_BLOCK
 from kvpush.errors import ConfigurationError, Failure, FailureCode, Incompatible, UsageError
 from kvpush.layout import CacheGeometry, KVCacheSpec, KVGroup, LayerGeometry, geometry_of, memory_ranges
 from kvpush.parallel import Share
-from kvpush.plan import MIN_TILE_BYTES, block_len_bytes, check_writable, descriptors_after_merging, pair
+from kvpush.plan import MIN_TILE_BYTES, check_writable, descriptors_after_merging, pair
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
@@ -598,15 +598,16 @@ def test_a_peer_s_layers_that_share_bytes_make_no_longer_rows():
 
 
 def test_the_length_of_a_block_is_all_of_its_layers():
-    assert block_len_bytes(geometry("BKHND", layers=3)) == 3 * BLOCK
-    found = two_groups()
-    assert [block_len_bytes(found, group) for group in (0, 1)] == [BLOCK, 2 * BLOCK]
-    assert block_len_bytes(geometry("BS", S=9)) == 2 * 9 * 2
+    def lengths_bytes(found):
+        return [group.block_len_bytes for group in found.groups]
+
+    assert lengths_bytes(geometry("BKHND", layers=3)) == [3 * BLOCK]
+    assert lengths_bytes(two_groups()) == [BLOCK, 2 * BLOCK]
+    assert lengths_bytes(geometry("BS", S=9)) == [2 * 9 * 2]
 
 
 def test_a_cache_that_no_plan_could_serve_is_refused_here():
-    for check in (check_writable, block_len_bytes):
-        with pytest.raises(ConfigurationError, match="too far apart"):
-            check(geometry("NBD"))
-        check(geometry("NBD"), min_tile_bytes=16)
+    with pytest.raises(ConfigurationError, match="too far apart"):
+        check_writable(geometry("NBD"))
+    check_writable(geometry("NBD"), min_tile_bytes=16)
     check_writable(of_total("BKNHD", 2, 8))
