@@ -207,8 +207,7 @@ class DecodeCore:
         """The agent is destroyed. Say goodbye and hang up; what is still held stays unproven."""
         reason = f"decode engine {self._identity.engine_id!r} shuts down"
         for prefill in self._prefills.values():
-            if prefill.is_up and prefill.link is not None:
-                self._out.append(Send(prefill.link, wire.Goodbye(reason)))
+            self._tell(prefill, wire.Goodbye(reason))
             self._hang_up(prefill)
             # what comes of it is nobody's business any more: no receive dials again, and no engine is left in a state
             self._registry.retire(prefill.generation, StaleReason.closing, reason)
@@ -237,12 +236,12 @@ class DecodeCore:
 
     def link_closed(self, link: LinkId, reason: str, now_s: float, *, refused: bool) -> list[Effect]:
         """The connection is gone, or never came up. ``refused``: nobody listens at the address."""
-        prefill = self._links.pop(link, None)
+        prefill = self._links.get(link)
         if prefill is not None:
-            prefill.link = None
-            self._timers.cancel(Beat(link))
+            was_up = prefill.is_up
+            self._unlink(prefill, link)
             detail = f"prefill engine {prefill.engine_id!r} at {_shown(prefill.address)}: {reason}"
-            if prefill.is_up:
+            if was_up:
                 self._lost(prefill, detail, now_s)
             else:
                 if refused:
@@ -454,9 +453,7 @@ class DecodeCore:
         return wire.Register(receive.transfer_id, receive.epoch, wants, remaining_ms)
 
     def _send_cancel(self, prefill: PrefillRank, receive: Receive, code: FailureCode, reason: str) -> None:
-        if prefill.is_up and prefill.link is not None:
-            cancel = wire.Cancel(receive.transfer_id, receive.epoch, code, wire.clip_reason(reason))
-            self._out.append(Send(prefill.link, cancel))
+        self._tell(prefill, wire.Cancel(receive.transfer_id, receive.epoch, code, wire.clip_reason(reason)))
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
@@ -602,7 +599,6 @@ class DecodeCore:
         if prefill.link is not None:
             failure = Failure(FailureCode.incompatible, f"dialled as {prefill.share}, wanted as {share}")
             self._dial_failed(prefill, failure, now_s)
-        prefill.renewals.clear()
         prefill.share = share
 
     @staticmethod
@@ -664,8 +660,6 @@ class DecodeCore:
             has_waited = is_final and leg.registered_with is None
             if leg.receive.is_open and (has_waited or failure.code is FailureCode.superseded):
                 self._end(leg.receive, Outcome.failed, failure.code, failure.reason, now_s)
-        if not failure.is_retryable:
-            prefill.renewals.clear()
         if not failure.is_retryable or prefill.failed_dials >= self._config.handshake_attempts:
             prefill.notices.clear()
         if prefill.legs or prefill.notices:
@@ -682,19 +676,26 @@ class DecodeCore:
 
     def _hang_up(self, prefill: PrefillRank) -> None:
         if prefill.link is not None:
-            self._links.pop(prefill.link, None)
-            self._timers.cancel(Beat(prefill.link))
             self._out.append(HangUp(prefill.link))
-            prefill.link = None
-        prefill.is_up = False
+            self._unlink(prefill, prefill.link)
+
+    def _unlink(self, prefill: PrefillRank, link: LinkId) -> None:
+        """Whoever ended it."""
+        del self._links[link]
+        self._timers.cancel(Beat(link))
+        prefill.link, prefill.is_up = None, False
+
+    def _tell(self, prefill: PrefillRank, message: wire.ToPrefill) -> None:
+        """Over its link, if that is up."""
+        if prefill.is_up:
+            assert prefill.link is not None, "Welcome came over it"
+            self._out.append(Send(prefill.link, message))
 
     # --- what the registry decided -----------------------------------------------------------------------------------
 
     def _absorb(self, effects: list[RegistryEffect], now_s: float) -> None:
         for effect in effects:
-            prefill = self._prefills.get(effect.generation)
-            if prefill is None:
-                continue
+            prefill = self._prefills[effect.generation]
             match effect:
                 case HandshakeTimedOut():
                     reason = (
@@ -712,8 +713,7 @@ class DecodeCore:
 
     def _evicted(self, prefill: PrefillRank, reason: StaleReason | None, now_s: float) -> None:
         self.counters["engines_evicted"] += 1
-        if prefill.is_up and prefill.link is not None:
-            self._out.append(Send(prefill.link, wire.Goodbye("nothing to do")))
+        self._tell(prefill, wire.Goodbye("nothing to do"))
         self._hang_up(prefill)
         del self._prefills[prefill.generation]
         if reason not in _FORSAKEN:
@@ -745,17 +745,11 @@ class DecodeCore:
         legs = [leg for leg in legs if not (leg.registered_with is not None and leg.is_quiet)]
         if not legs:
             return
-        try:
-            new = self._prefill_at(old.engine_id, old.share, old.address, now_s)
-        except QueueFull as exc:
-            for leg in legs:
-                if leg.receive.is_open:
-                    self._end(leg.receive, Outcome.failed, FailureCode.queue_full, str(exc), now_s)
-        else:
-            for leg in legs:
-                leg.failed_attempts = 0
-                self._house(new, leg)
-            self._use(new, now_s)
+        new = self._prefill_at(old.engine_id, old.share, old.address, now_s)  # there is room: they pinned ``old``
+        for leg in legs:
+            leg.failed_attempts = 0
+            self._house(new, leg)
+        self._use(new, now_s)
 
     # --- time --------------------------------------------------------------------------------------------------------
 

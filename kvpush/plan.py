@@ -116,7 +116,7 @@ class PairPlan:
         """Whether the pair has no bytes to move, whatever is pushed: a transport has nothing to prepare for it."""
         return not len(self.local_rows)
 
-    def remote_num_blocks(self, group: int = 0) -> int:
+    def remote_num_blocks(self, group: int) -> int:
         """How many blocks the remote side has in a local group, by its place; 0 when it has no such group."""
         return self.groups[group].remote_num_blocks
 
@@ -302,9 +302,10 @@ class _Builder:
         remote = _Form(slots[1], theirs.num_blocks, _is_even(p.remote_strides, p.remote_steps, slots[1], theirs))
         tiles = self._tiles(p, local, remote)
         merged = _merged(p, local, remote)
-        has_room = merged is not None and all(
+        if merged is not None and not all(
             side.has_room(len(merged.lengths), form) for side, form in ((self.local, local), (self.remote, remote))
-        )
+        ):
+            merged = None
         ends = (0, *np.cumsum(cut.tiles_per_layer).tolist())
         bytes_before = np.concatenate(([0], np.cumsum(cut.pieces.lengths)))
         return GroupPlan(
@@ -319,7 +320,7 @@ class _Builder:
             _ends=ends,
             _ends_bytes=tuple(bytes_before[list(ends)].tolist()),
             _tiles=tiles,
-            _merged=self._tiles(merged, local, remote) if merged and has_room else None,
+            _merged=None if merged is None else self._tiles(merged, local, remote),
         )
 
     def _tiles(self, pieces: _Pieces, local: _Form, remote: _Form) -> _Tiles:
@@ -464,7 +465,7 @@ def _pattern(common: _Common, layer: LayerGeometry, other: LayerGeometry, min_ti
     local_strides = dict(zip(common.ours.dims, layer.strides_bytes, strict=True))
     remote_strides = dict(zip(common.theirs.dims, other.strides_bytes, strict=True))
     sizes = dict(zip(common.ours.dims, layer.shape, strict=True))
-    sizes |= {axis: size for axis, size in (("N", common.slot_tokens), ("H", len(common.heads))) if axis in sizes}
+    sizes |= {"N": common.slot_tokens, "H": len(common.heads)}  # 1 where there is no such axis
     steps = tuple(
         _Step(axis, size, local_strides[axis], remote_strides[axis])
         for axis, size in sizes.items()

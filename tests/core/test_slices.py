@@ -1,7 +1,13 @@
 """Rule 7 for huge transfers: they go slice by slice, and nobody waits for their end."""
 
+import numpy as np
 import pytest
 from core_worlds import SOON_S, connect, make_config, make_world, run_to_the_end
+from rank_cores import ALONE, Other, Prefill
+
+from kvpush import wire
+from kvpush.layout import KVGroup
+from kvpush.pushes import Part
 
 BLOCK_BYTES = 128  # of the world's engines, over all layers
 
@@ -153,3 +159,50 @@ def test_rule07_a_stalled_slice_takes_no_room_from_others():
     assert prefill.core.gauges()["bytes_in_flight"] == 0
     world.heal()
     run_to_the_end(world)
+
+
+# --- blocks of several slots: prefill's are twice as long as decode's -------------------------------------------------
+
+
+def make_halved(**settings):
+    prefill, other = Prefill(tokens=32, **settings), Other("d0", ALONE)
+    prefill.meets(other)
+    return prefill, other
+
+
+def test_d9_a_later_chunk_begins_at_the_first_slot_of_its_block():
+    prefill, other = make_halved()
+    prefill.registers(other, "t", 1, [4, 5, 6, 7], num_tokens=64)
+    prefill.push("t", [1], last=False)
+    prefill.push("t", [2], index=1, first_block=1)
+    prefill.answers(other)
+    spans = [span for write_id in prefill.posted for span in prefill.spans(write_id)]
+    assert [(span.first_slot, span.num_slots) for span in spans] == [(0, 2), (2, 2)]
+
+
+def test_rule07_a_block_of_two_slots_that_just_fits_is_one_slice():
+    length_bytes = Prefill(tokens=32).geometry.groups[0].block_len_bytes
+    for max_write_bytes, num_slots in ((length_bytes, [2]), (length_bytes - 1, [1, 1])):
+        prefill, other = make_halved(max_write_bytes=max_write_bytes)
+        prefill.registers(other, "t", 1, [4, 5], num_tokens=32)
+        prefill.push("t", [1])
+        prefill.answers(other)
+        assert [span.num_slots for write_id in prefill.posted for span in prefill.spans(write_id)] == num_slots
+
+
+def test_a_chunk_that_has_nothing_for_a_rank_leaves_it_nothing_to_wait_for():
+    prefill, other = make_halved()
+    prefill.registers(other, "t", 1, [4, 5], num_tokens=32)
+    prefill.push("t", [2], first_block=1, last=False, fenced=True)
+    assert not prefill.core._pushes["t"].legs[0, 0].has_pieces
+
+
+def test_what_is_missing_of_one_group_is_found_behind_the_parts_of_another():
+    groups = [KVGroup("full", ["a"]), KVGroup("window", ["b"])]
+    prefill, other = Prefill(groups=groups), Other("d0", ALONE, groups=groups)
+    prefill.meets(other)
+    prefill.hears(other, wire.Register("t", 1, (wire.Want("window", 0, wire.pack_block_ids(np.arange(3))),), 60_000))
+    parts = tuple(Part(group, (range(1),), 0, np.arange(2)) for group in (0, 1))
+    prefill.do(prefill.core.push("t", parts, last=True, fenced=False, index=0, now_s=prefill.now_s))
+    (end,) = prefill.events
+    assert end.code == "bad_blocks" and "position 2" in end.reason

@@ -18,6 +18,7 @@ from kvpush.errors import ConfigurationError, Failure, FailureCode, Incompatible
 from kvpush.layout import CacheGeometry, KVCacheSpec, KVGroup, LayerGeometry, geometry_of, memory_ranges
 from kvpush.parallel import Share
 from kvpush.plan import MIN_TILE_BYTES, check_writable, descriptors_after_merging, pair
+from kvpush.rows import MAX_SEGMENTS
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn]
 
@@ -349,7 +350,9 @@ def test_groups_are_matched_by_name_and_numbered_by_the_local_order():
 
 def test_a_group_that_only_one_side_has_is_left_out():
     plan = pair(two_groups(), two_groups(names=("full", "other")))
-    assert plan.groups[1].slot_len_bytes(range(2)) == 0 and plan.remote_num_blocks(1) == 0
+    lone = plan.groups[1]
+    assert lone.slot_len_bytes(range(2)) == 0 and plan.remote_num_blocks(1) == 0
+    assert (lone.local_slots_per_block, lone.remote_slots_per_block) == (1, 1)
     assert len(plan.local_rows) == 1
 
 
@@ -455,6 +458,14 @@ def test_layers_in_another_order_at_the_peer_are_merged_only_where_both_agree():
     assert kept is not None and also_kept is not None
 
 
+def test_layers_that_are_all_the_other_side_has_are_merged_although_there_are_more_here():
+    (kept, ours), (also_kept, theirs) = page_of_layers(), page_of_layers(layers=3)
+    plan = pair(ours, theirs)
+    assert count(plan, range(6), [3, 7], [1, 9]) == count(plan, range(3), [3, 7], [1, 9]) == (2, 2)
+    assert count(plan, range(4), [3, 7], [1, 9]) == (2, 2)
+    assert kept is not None and also_kept is not None
+
+
 @pytest.mark.parametrize("uneven_side", ["local", "remote"])
 def test_layers_that_touch_in_one_block_only_are_not_merged(uneven_side):
     """Layer 0 in blocks 0 and 2 of a storage, layer 1 in 1 and 4: neighbours first, apart later."""
@@ -495,6 +506,13 @@ def test_layers_are_merged_whatever_the_strides_of_axes_of_size_one(axis, side):
     odd = msgspec.structs.replace(second, strides_bytes=tuple(strides))
     both[side] = msgspec.structs.replace(both[side], groups=(msgspec.structs.replace(group, layers=(first, odd)),))
     assert len(pair(*both).local_rows) == 2 + 1
+
+
+def test_the_slots_of_a_single_block_are_one_row_whatever_its_stride():
+    """Keys and values lie between one block and the next, and there is no next one."""
+    plan = pair(geometry("BKND", N=8, num_blocks=1), geometry("BKND", N=4), min_tile_bytes=1)
+    assert plan.local_rows[:, 4].tolist() == [2] * 4
+    assert pair(geometry("BKND", N=8), geometry("BKND", N=4), min_tile_bytes=1).local_rows[:, 4].tolist() == [5] * 8
 
 
 def test_layers_apart_are_not_merged():
@@ -550,6 +568,43 @@ def test_the_largest_index_fits_and_one_more_row_is_refused():
         assert caught.value.code is FailureCode.bad_blocks
 
 
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_the_largest_number_of_segments_fits_and_one_more_does_not(is_ours):
+    def both(num_blocks):
+        sides = vast(num_blocks), vast(1)
+        return pair(*(sides if is_ours else reversed(sides)))
+
+    both(MAX_SEGMENTS)
+    with pytest.raises(Failure, match="more than NIXL can number"):
+        both(MAX_SEGMENTS + 1)
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_layers_are_merged_only_while_there_is_room_for_more_rows_on_both_sides(monkeypatch, is_ours):
+    """Four layers, one when merged; on the side whose blocks are cut into two slots, each has a row of its own."""
+    items = torch.zeros(2**16, dtype=torch.int8)
+    whole = {name: items.as_strided((4, 1, 32), (128, 32, 1), 32 * i) for i, name in enumerate("abcd")}
+    halves = {name: items.as_strided((2, 2, 32), (512, 128, 1), 32 * i) for i, name in enumerate("abcd")}
+    sides = [geometry_of(tensors, KVCacheSpec("BND")) for tensors in (whole, halves)]
+    sides = sides[::-1] if is_ours else sides
+
+    def num_rows():
+        plan = pair(*sides, min_tile_bytes=1)
+        return len(plan.local_rows), len(plan.remote_rows)
+
+    few, many = 4, 4 * 2
+    assert num_rows() == ((many + 2, few + 1) if is_ours else (few + 1, many + 2))
+    monkeypatch.setattr("kvpush.plan._MAX_ROWS", many + 2)
+    assert num_rows() == ((many + 2, few + 1) if is_ours else (few + 1, many + 2))
+    monkeypatch.setattr("kvpush.plan._MAX_ROWS", many + 1)
+    assert num_rows() == ((many, few) if is_ours else (few, many))
+    monkeypatch.setattr("kvpush.plan._MAX_ROWS", many)
+    assert num_rows() == ((many, few) if is_ours else (few, many))
+    monkeypatch.setattr("kvpush.plan._MAX_ROWS", many - 1)
+    with pytest.raises(Failure, match=f"{'local' if is_ours else 'remote'} cache"):
+        num_rows()
+
+
 @pytest.mark.parametrize("tokens", [MAX_SLOTS_PER_BLOCK + 1, 2**31 - 1, 2**60])
 def test_d9_a_peer_s_block_size_does_not_decide_how_many_slots_there_are(tokens):
     pair(vast(1), vast(1, tokens=MAX_SLOTS_PER_BLOCK))
@@ -586,12 +641,31 @@ def test_rows_are_bounded_where_every_part_of_a_block_has_its_own():
         pair(*twice, min_tile_bytes=1)
 
 
-def test_a_peer_s_layers_that_share_bytes_make_no_longer_rows():
-    (_, ours), theirs = page_of_layers(layers=2), geometry("BKHND", layers=2)
-    first, second = theirs.groups[0].layers
-    lying = msgspec.structs.replace(second, address=first.address + BLOCK)  # block 0 of it is block 1 of the first
-    theirs = msgspec.structs.replace(theirs, groups=(msgspec.structs.replace(theirs.groups[0], layers=(first, lying)),))
+def overlapping(geometry, offset_bytes):
+    """The second layer begins so many bytes after the first, as no tensors of ours could."""
+    first, second = geometry.groups[0].layers
+    lying = msgspec.structs.replace(second, address=first.address + offset_bytes)
+    return msgspec.structs.replace(
+        geometry, groups=(msgspec.structs.replace(geometry.groups[0], layers=(first, lying)),)
+    )
+
+
+@pytest.mark.parametrize("num_blocks", [2, 5])
+def test_a_peer_s_layers_that_share_bytes_make_no_longer_rows(num_blocks):
+    """Block 0 of one is block 1 of the other."""
+    kept, ours = page_of_layers(layers=2)
+    theirs = overlapping(geometry("BKHND", layers=2, num_blocks=num_blocks), BLOCK)
     assert len(pair(ours, theirs).local_rows) == 2
+    assert kept is not None
+
+
+def test_a_peer_s_layers_that_share_bytes_in_a_single_block_make_no_longer_rows():
+    """Slot 0 of one is slot 1 of the other."""
+    items = torch.zeros(256, dtype=torch.int8)
+    layers = {f"layers.{i}": items.as_strided((2, 1, 32), (64, 32, 1), 32 * i) for i in range(2)}
+    ours = geometry_of(layers, KVCacheSpec("BND"))
+    theirs = overlapping(geometry("BND", N=2, D=32, num_blocks=1, dtype=torch.int8), 32)
+    assert len(pair(ours, theirs, min_tile_bytes=1).local_rows) == 2
 
 
 # --- one side by itself ----------------------------------------------------------------------------------------------
