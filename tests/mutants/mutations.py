@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Mutation:
     before: str
     after: str
     serial: int  # tells apart equal edits in one scope
+    source: str  # digest of the function around it, or of all that is outside of functions
     path: Path_
     make: Callable[[ast.AST], ast.AST]
 
@@ -91,7 +93,11 @@ def mutations_of(path: Path, module: str) -> list[Mutation]:
     """All mutations of a file, in the order of its lines."""
     found: list[Mutation] = []
     seen: Counter[tuple[str, str, str]] = Counter()
-    for scope, way, node in _walk(ast.parse(path.read_text()), "", ()):
+    tree = ast.parse(path.read_text())
+    outside = _digest(_without_bodies(tree))
+    for scope, way, node in _walk(tree, "", ()):
+        function = next((part for part in _on_the_way(tree, way) if isinstance(part, ast.FunctionDef)), None)
+        source = outside if function is None else _digest(function)
         for make in _edits(node, scope):
             made = make(copy.deepcopy(node))
             before, after = getattr(make, "shown", None) or (_shown(node), _shown(made))
@@ -99,8 +105,27 @@ def mutations_of(path: Path, module: str) -> list[Mutation]:
                 continue
             seen[scope, before, after] += 1
             line = next(part.lineno for part in ast.walk(node) if hasattr(part, "lineno"))  # not every node has one
-            found.append(Mutation(module, scope, line, before, after, seen[scope, before, after], way, make))
+            found.append(Mutation(module, scope, line, before, after, seen[scope, before, after], source, way, make))
     return sorted(found, key=lambda mutation: mutation.line)
+
+
+def _on_the_way(tree: ast.Module, way: Path_) -> Iterator[ast.AST]:
+    node: ast.AST = tree
+    for field, index in way:
+        node = getattr(node, field) if index is None else getattr(node, field)[index]
+        yield node
+
+
+def _without_bodies(tree: ast.Module) -> ast.Module:
+    outside = copy.deepcopy(tree)
+    for node in ast.walk(outside):
+        if isinstance(node, ast.FunctionDef):
+            node.body = [ast.Pass()]
+    return outside
+
+
+def _digest(node: ast.AST) -> str:
+    return hashlib.sha256(ast.unparse(node).encode()).hexdigest()[:16]
 
 
 def _walk(node: ast.AST, scope: str, way: Path_) -> Iterator[tuple[str, Path_, ast.AST]]:

@@ -13,9 +13,10 @@ which test reaches which line is traced once and kept. A mutation of a line that
 its module. A child that does not end in time is killed by its id, and that counts as noticed: a loop
 that never ends is a difference.
 
-Results are kept in ``build/mutants`` as they come, so a run that is broken off goes on where it was; they are thrown
-away for a module whose source changes. ``survivors.toml`` explains the mutations that cannot be noticed. The exit code
-is 1 when another one survived.
+Results are kept in ``build/mutants`` as they come, so a run that is broken off goes on where it was. A mutation is
+tried again when the function around it changes; what became of it through other functions and better tests, ``--again``
+tells, or a run without that folder. ``survivors.toml`` explains the mutations that cannot be noticed. The exit code is
+1 when another one survived.
 """
 
 from __future__ import annotations
@@ -392,12 +393,13 @@ class Results:
     known: dict[str, dict[str, Any]]
 
     @classmethod
-    def load(cls) -> Results:
+    def load(cls, there_are: Iterable[Mutation]) -> Results:
         path = STATE / "results.jsonl"
+        sources = {mutation.name: mutation.source for mutation in there_are}
         known: dict[str, dict[str, Any]] = {}
         for text in path.read_text().splitlines() if path.exists() else ():
             row = json.loads(text)
-            if row["source"] == digest(PACKAGE / f"{row['module']}.py"):
+            if row["source"] == sources.get(row["name"]):
                 known[row["name"]] = row
         return cls(path, known)
 
@@ -413,8 +415,12 @@ def explained() -> dict[str, str]:
     return {name: entry["why"] for entry in entries for name in entry["mutations"]}
 
 
-def chosen(args: argparse.Namespace, results: Results) -> list[Mutation]:
-    found = [m for module in args.module or MODULES for m in mutations_of(PACKAGE / f"{module}.py", module)]
+def all_mutations() -> list[Mutation]:
+    return [mutation for module in MODULES for mutation in mutations_of(PACKAGE / f"{module}.py", module)]
+
+
+def chosen(args: argparse.Namespace, results: Results, there_are: Sequence[Mutation]) -> list[Mutation]:
+    found = [mutation for mutation in there_are if not args.module or mutation.module in args.module]
     if args.sample and args.sample < len(found):
         found = random.Random(args.seed).sample(found, args.sample)
     if args.only:
@@ -454,10 +460,10 @@ def processor_time_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def run(args: argparse.Namespace, results: Results) -> None:
+def run(args: argparse.Namespace, results: Results, there_are: Sequence[Mutation]) -> None:
     covered = {} if args.tests or args.stateful or args.simulated else coverage()
     at_import = lines_at_import()
-    waiting = spread(chosen(args, results), covered)
+    waiting = spread(chosen(args, results, there_are), covered)
     print(f"{len(waiting)} mutations to try, {args.jobs} at a time", flush=True)
     running: list[Child] = []
     total, done = len(waiting), 0
@@ -499,7 +505,7 @@ def row_of(mutation: Mutation, verdict: str, by: str, num_tests: int, seconds: f
         "name": mutation.name,
         "module": mutation.module,
         "line": mutation.line,
-        "source": digest(PACKAGE / f"{mutation.module}.py"),
+        "source": mutation.source,
         "verdict": verdict,
         "by": by,
         "tests": num_tests,
@@ -507,23 +513,22 @@ def row_of(mutation: Mutation, verdict: str, by: str, num_tests: int, seconds: f
     }
 
 
-def report(results: Results) -> int:
+def report(results: Results, there_are: Sequence[Mutation]) -> int:
     """Write report.json and report.md; how many survivors nobody has explained."""
     why = explained()
-    there_are = {m: {each.name for each in mutations_of(PACKAGE / f"{m}.py", m)} for m in MODULES}
-    totals = {module: len(names) for module, names in there_are.items()}
+    totals = Counter(mutation.module for mutation in there_are)
     lines = [
         "| module | mutations | tried | noticed | explained | not noticed | score |",
         "|---|---|---|---|---|---|---|",
     ]
-    rows = [row for row in results.known.values() if row["name"] in there_are[row["module"]]]
+    rows = list(results.known.values())
     unexplained = [row for row in rows if row["verdict"] == "survived" and row["name"] not in why]
     for module in (*MODULES, "all"):
         mine = [row for row in rows if module in ("all", row["module"])]
         verdicts = Counter(row["verdict"] for row in mine)
         left = sum(row["name"] not in why for row in mine if row["verdict"] == "survived")
         score = f"{verdicts['killed'] / (verdicts['killed'] + left):.1%}" if verdicts["killed"] + left else ""
-        total = sum(totals.values()) if module == "all" else totals[module]
+        total = len(there_are) if module == "all" else totals[module]
         lines.append(
             f"| {module} | {total} | {len(mine)} | {verdicts['killed']} | {verdicts['survived'] - left} "
             f"| {left} | {score} |"
@@ -560,11 +565,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="only write the report of what is known")
     args = parser.parse_args(arguments)
     STATE.mkdir(parents=True, exist_ok=True)
-    results = Results.load()
+    there_are = all_mutations()
+    results = Results.load(there_are)
     if not args.report:
         list(preload())
-        run(args, results)
-    return 1 if report(results) else 0
+        run(args, results, there_are)
+    return 1 if report(results, there_are) else 0
 
 
 if __name__ == "__main__":

@@ -81,3 +81,17 @@ def test_every_module_has_mutations_and_every_explained_survivor_is_one_of_them(
         names |= found
     gone = [name for name in explained() if name not in names]
     assert not gone, f"survivors.toml explains mutations that do not exist any more: {gone}"
+
+
+def test_a_mutation_goes_by_the_function_around_it(path):
+    def sources():
+        return {mutation.name: mutation.source for mutation in mutations_of(path, "sample")}
+
+    before = sources()
+    path.write_text(SOURCE + "\n\ndef other():\n    return 5\n")
+    assert {name: source for name, source in sources().items() if "decide" in name} == {
+        name: source for name, source in before.items() if "decide" in name
+    }
+    assert sources()["sample:<module>: 3 -> 4"] != before["sample:<module>: 3 -> 4"]
+    path.write_text(SOURCE.replace("while not names", "while names"))
+    assert sources()["sample:decide: 2 -> 3"] != before["sample:decide: 2 -> 3"]
