@@ -6,7 +6,7 @@ import core_worlds
 import numpy as np
 import pytest
 from core_worlds import SOON_S, connect, make_world, run_to_the_end
-from rank_cores import Other, Prefill
+from rank_cores import ALONE, Other, Prefill
 
 from kvpush import pushes, wire
 from kvpush.errors import FailureCode
@@ -262,3 +262,38 @@ def test_rule16_a_push_that_has_begun_still_counts():
     world.run_until(lambda: receive.is_over)
     assert receive.outcome == "done" and registered(prefill) == 0
     run_to_the_end(world)
+
+
+def test_an_id_that_was_withdrawn_may_be_registered_again_and_not_once_more_for_what_was_withdrawn():
+    prefill, other = Prefill(), Other("d0", ALONE)
+    prefill.meets(other)
+    prefill.hears(other, wire.Withdraw("t", 1, FailureCode.cancelled_by_peer, "?"))
+    prefill.registers(other, "t", 1, [5])
+    assert [(failed.epoch, failed.code) for failed in prefill.told(other, wire.Failed)] == [(1, "cancelled_by_peer")]
+    prefill.registers(other, "t", 2, [6])
+    prefill.push("t", [3])
+    prefill.answers(other)
+    prefill.settles(prefill.write_to(other))
+    assert [end.outcome for end in prefill.events] == ["done"]
+
+
+def test_a_registration_that_was_cancelled_is_refused_when_it_comes_again_over_another_link():
+    prefill, other = Prefill(), Other("d0", ALONE)
+    prefill.meets(other)
+    prefill.registers(other, "t", 5, [5])
+    prefill.hears(other, wire.Cancel("t", 5, FailureCode.cancelled_by_peer, "?"))
+    prefill.registers(other, "t", 5, [5])
+    assert [(failed.epoch, failed.code) for failed in prefill.told(other, wire.Failed)] == [(5, "cancelled_by_peer")]
+    prefill.registers(other, "t", 6, [5])
+    assert len(prefill.told(other, wire.Failed)) == 1
+
+
+def test_nothing_is_kept_of_a_transfer_whose_registrations_have_ended():
+    prefill, other = Prefill(), Other("d0", ALONE)
+    prefill.meets(other)
+    for epoch, name in enumerate(("cancelled", "pushed"), 1):
+        prefill.registers(other, name, epoch, [5])
+    assert prefill.core._registrations.transfer_ids() == ["cancelled", "pushed"]
+    prefill.hears(other, wire.Cancel("cancelled", 1, FailureCode.cancelled_by_peer, "?"))
+    prefill.push("pushed", [3])
+    assert prefill.core._registrations.transfer_ids() == []

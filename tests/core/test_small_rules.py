@@ -641,6 +641,9 @@ def test_a_registration_without_a_push_is_told_when_its_engine_finds_no_room():
     prefill.push("t", [5])
     world.advance(SOON_S)
     assert unpushed.code == "queue_full"
+    push = prefill.push("unpushed", [12])
+    world.advance(SOON_S)
+    assert not push.is_over  # another engine may ask for it, or this one later
 
 
 def test_a_failure_that_comes_after_the_cancel_releases_the_blocks_by_itself():

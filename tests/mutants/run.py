@@ -540,6 +540,9 @@ def report(results: Results, there_are: Sequence[Mutation]) -> int:
     print(f"\n{table}\n")
     if survivors:
         print(f"not noticed and not explained in {EXPLAINED.name}:\n{survivors}")
+    for row in rows:
+        if row["verdict"] == "killed" and row["name"] in why:
+            print(f"explained, and noticed all the same: {row['name']}, by {row['by']}")
     print(f"in full: {STATE / 'report.json'}")
     return len(unexplained)
 
