@@ -203,6 +203,10 @@ def test_rule16_what_ended_before_its_last_chunk_is_remembered_for_a_while_and_n
     assert len(memory) == 10
 
 
+def test_a_chunk_of_the_positions_just_before_goes_on_with_what_ended():
+    assert cut_short(chunk_of((0, 3, 2, [5]))).continued("t", chunk_of((0, 3, 0, [6, 7])), 101.0) == "cancelled"
+
+
 def test_what_ended_again_is_the_youngest():
     memory = CutShort(limit=2, ttl_s=60.0)
     pushed = Chunks()
