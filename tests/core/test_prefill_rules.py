@@ -870,3 +870,34 @@ def test_a_push_behind_a_handshake_is_in_the_state_of_its_row():
     assert push.state is PushState.deferred
     prefill.answers(other)
     assert push.state is PushState.writing
+
+
+def make_stalled(num_chunks=1, **settings):
+    """A push of so many blocks that is in doubt, its first WRITE the only one that was posted."""
+    settings = {"hold_timeout_s": 100, "liveness_timeout_s": 1000, "max_in_flight_bytes": 1} | settings
+    prefill, other = Prefill(**settings), Other("d0", ALONE)
+    prefill.meets(other)
+    prefill.registers(other, "t", 1, list(range(num_chunks)))
+    for index in range(num_chunks):
+        prefill.push("t", [index], index=index, first_block=index, last=index == num_chunks - 1)
+        prefill.answers(other)
+    (write_id,) = prefill.posted
+    push = prefill.core._pushes["t"]
+    prefill.advance(CONFIG.stall_timeout_s)
+    assert push.state is PushState.in_doubt
+    return prefill, other, push, write_id
+
+
+def test_rule12_a_stalled_write_that_fails_in_the_end_is_told_as_drained():
+    prefill, other, push, write_id = make_stalled()
+    assert [failed.settled for failed in prefill.told(other, wire.Failed)] == [False]
+    prefill.settles(write_id, Failure(FailureCode.write_failed, "?"))
+    assert [drained.epoch for drained in prefill.told(other, wire.Drained)] == [1]
+    assert push.state is PushState.failed
+
+
+def test_rule12_nothing_more_is_written_of_a_push_in_doubt():
+    prefill, _, _, write_id = make_stalled(num_chunks=2)
+    prefill.settles(write_id)
+    assert not prefill.posted
+    assert [type(event) for event in prefill.events[1:]] == [BlocksReleased]
