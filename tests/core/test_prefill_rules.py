@@ -872,24 +872,15 @@ def test_a_push_behind_a_handshake_is_in_the_state_of_its_row():
     assert push.state is PushState.writing
 
 
-def make_stalled(num_chunks=1, **settings):
-    """A push of so many blocks that is in doubt, its first WRITE the only one that was posted."""
-    settings = {"hold_timeout_s": 100, "liveness_timeout_s": 1000, "max_in_flight_bytes": 1} | settings
-    prefill, other = Prefill(**settings), Other("d0", ALONE)
+def test_rule12_a_stalled_write_that_fails_in_the_end_is_told_as_drained():
+    prefill, other = Prefill(hold_timeout_s=100, liveness_timeout_s=1000), Other("d0", ALONE)
     prefill.meets(other)
-    prefill.registers(other, "t", 1, list(range(num_chunks)))
-    for index in range(num_chunks):
-        prefill.push("t", [index], index=index, first_block=index, last=index == num_chunks - 1)
-        prefill.answers(other)
-    (write_id,) = prefill.posted
-    push = prefill.core._pushes["t"]
+    prefill.registers(other, "t", 1, [5])
+    prefill.push("t", [1])
+    prefill.answers(other)
+    push, write_id = prefill.core._pushes["t"], prefill.write_to(other)
     prefill.advance(CONFIG.stall_timeout_s)
     assert push.state is PushState.in_doubt
-    return prefill, other, push, write_id
-
-
-def test_rule12_a_stalled_write_that_fails_in_the_end_is_told_as_drained():
-    prefill, other, push, write_id = make_stalled()
     assert [failed.settled for failed in prefill.told(other, wire.Failed)] == [False]
     prefill.settles(write_id, Failure(FailureCode.write_failed, "?"))
     assert [drained.epoch for drained in prefill.told(other, wire.Drained)] == [1]
@@ -897,7 +888,18 @@ def test_rule12_a_stalled_write_that_fails_in_the_end_is_told_as_drained():
 
 
 def test_rule12_nothing_more_is_written_of_a_push_in_doubt():
-    prefill, _, _, write_id = make_stalled(num_chunks=2)
-    prefill.settles(write_id)
-    assert not prefill.posted
-    assert [type(event) for event in prefill.events[1:]] == [BlocksReleased]
+    """One rank's WRITE has stalled; another rank, whose engine lives on, waits in its line for the second block."""
+    prefill = Prefill(hold_timeout_s=100, liveness_timeout_s=1000, max_write_bytes=1, max_in_flight_bytes=1)
+    stalling, living = (Other("d0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1))
+    prefill.meets(stalling, living)
+    for other in (stalling, living):
+        prefill.registers(other, "t", 1, [5, 6])
+    prefill.push("t", [1, 2])
+    prefill.answers(stalling)
+    prefill.advance(0.5)
+    prefill.answers(living)
+    assert len(prefill.posted) == 2
+    prefill.advance(CONFIG.stall_timeout_s - 0.5)
+    assert [(end.outcome, end.blocks_reusable) for end in prefill.events] == [("failed", False)]
+    prefill.settles(prefill.write_to(living))
+    assert list(prefill.posted) == [prefill.write_to(stalling)]
