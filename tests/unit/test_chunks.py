@@ -207,6 +207,11 @@ def test_a_chunk_of_the_positions_just_before_goes_on_with_what_ended():
     assert cut_short(chunk_of((0, 3, 2, [5]))).continued("t", chunk_of((0, 3, 0, [6, 7])), 101.0) == "cancelled"
 
 
+def test_a_chunk_that_names_again_one_of_several_runs_begins_another_attempt():
+    memory = cut_short(chunk_of((0, 3, 0, [5])), chunk_of((0, 3, 4, [6])))
+    assert memory.continued("t", chunk_of((0, 3, 4, [7])), 101.0) is None
+
+
 def test_what_ended_again_is_the_youngest():
     memory = CutShort(limit=2, ttl_s=60.0)
     pushed = Chunks()
