@@ -452,7 +452,6 @@ class Registry:
             if reason is StaleReason.lost:
                 engine.last_error = detail
             effects.append(WentStale(engine.engine_id, engine.generation, reason, detail, link_is_up))
-        self._schedule(engine)
         self._evict_if_due(engine, now_s, effects)
 
     # --- ageing ------------------------------------------------------------------------------------------------------
