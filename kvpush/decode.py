@@ -509,10 +509,11 @@ class DecodeCore:
         self._unpin(leg, now_s, is_confirmed=is_confirmed)
 
     def _leave(self, leg: Leg, now_s: float, *, is_confirmed: bool) -> None:
-        """Everything of this leg has arrived: what becomes of its writer does not matter to it any more."""
+        """What becomes of its writer does not matter to this leg any more: all of it has arrived, or it is over."""
         prefill = self._prefills.get(leg.home)
         if prefill is not None:
             prefill.legs.pop(leg.receive.epoch, None)
+            prefill.unsent.pop(leg.receive.epoch, None)
         self._unpin(leg, now_s, is_confirmed=is_confirmed)
 
     def _release_if_quiet(self, receive: Receive, reason: str, now_s: float) -> None:
@@ -557,11 +558,7 @@ class DecodeCore:
         self._timers.cancel(Deadline(receive.epoch))
         self._timers.cancel(HoldEnd(receive.epoch))
         for leg in receive.legs.values():
-            prefill = self._prefills.get(leg.home)
-            if prefill is not None:
-                prefill.legs.pop(receive.epoch, None)
-                prefill.unsent.pop(receive.epoch, None)
-            self._unpin(leg, now_s, is_confirmed=False)
+            self._leave(leg, now_s, is_confirmed=False)
 
     def _pinned(self, leg: Leg, prefill: PrefillRank) -> None:
         assert leg.pinned is None, "a leg has one pin, and _unpin() gives it back"
@@ -662,6 +659,7 @@ class DecodeCore:
                 self._end(leg.receive, Outcome.failed, failure.code, failure.reason, now_s)
         if not failure.is_retryable or prefill.failed_dials >= self._config.handshake_attempts:
             prefill.notices.clear()
+            prefill.renewals.clear()
         if prefill.legs or prefill.notices:
             self._use(prefill, now_s)  # asks for RetryDue when the backoff is over
 

@@ -434,7 +434,7 @@ class PrefillCore:
         if refusal is not None:
             self.counters[f"registrations_refused_{refusal.code}"] += 1
             # asked again on a new link: a WRITE for the old one may still be in flight, and Drained follows its end
-            is_settled = not self._owe_drain(link, message.epoch)
+            is_settled = not self._owe_drain(link, message.transfer_id, message.epoch)
             self._outbox.send_failed(new, refusal.code, refusal.reason, settled=is_settled)
 
     def _place(self, new: Registration, now_s: float) -> Failure | None:
@@ -471,7 +471,7 @@ class PrefillCore:
 
     def _refusal_by_late_write(self, new: Registration) -> Failure | None:
         """Bytes of an earlier push for this very registration may still land, over those of another."""
-        if self._writes.unproven(new.link.hello, new.epoch) is None:
+        if self._writes.unproven(new.link, new.transfer_id, new.epoch) is None:
             return None
         reason = f"transfer {new.transfer_id!r}: an earlier WRITE for epoch {new.epoch} may still land"
         return Failure(FailureCode.already_served, reason)
@@ -480,7 +480,7 @@ class PrefillCore:
         """Answer Drained when no write of this epoch is or will be in flight: at once, or when the last one ends."""
         self.counters["cancels"] += 1
         transfer_id = message.transfer_id
-        is_owed = self._owe_drain(link, message.epoch)
+        is_owed = self._owe_drain(link, transfer_id, message.epoch)
         push = self._pushes.get(transfer_id)
         leg = None if push is None else push.legs.get(link.rank)
         if push is not None and leg is not None and leg.registration.is_of(link, message.epoch):
@@ -518,9 +518,9 @@ class PrefillCore:
                 transfer_id, FailureCode.cancelled_by_peer, message.reason, now_s, never_came=never_came
             )
 
-    def _owe_drain(self, link: Link, epoch: int) -> bool:
+    def _owe_drain(self, link: Link, transfer_id: str, epoch: int) -> bool:
         """Whether a WRITE for this engine's registration may still land: ``Drained`` goes to ``link`` when none may."""
-        owed = self._writes.unproven(link.hello, epoch)
+        owed = self._writes.unproven(link, transfer_id, epoch)
         if owed is None:
             return False
         owed.is_drain_owed = True

@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from kvpush import wire
 from kvpush.config import Config
-from kvpush.pushes import Leg, Push, Registration
+from kvpush.pushes import Leg, Link, Push, Registration
+from kvpush.wire import Rank
+
+_Key = tuple[str, str, Rank, str, int]  # engine id, incarnation, rank, transfer id, epoch
 
 WRITES_TO_ONE_ENGINE = 2  # of the largest size: while one moves, the next is posted already
 
@@ -43,7 +45,7 @@ class Writes:
         self._max_doubtful = config.max_tombstones
         self._tracked: dict[int, Write] = {}
         self._doubtful: OrderedDict[int, Write] = OrderedDict()
-        self._unproven: dict[tuple[str, str, int], Registration] = {}
+        self._unproven: dict[_Key, Registration] = {}
         self._in_flight_bytes = 0
         self._bytes_to: dict[int, int] = {}  # generation -> bytes in flight to it
         self._last_write_id = 0
@@ -63,7 +65,7 @@ class Writes:
         self._in_flight_bytes += num_bytes
         self._bytes_to[generation] = self._bytes_to.get(generation, 0) + num_bytes
         write.registration.num_unproven += 1
-        self._unproven[_key(write.registration)] = write.registration
+        self._unproven[_key_of(write.registration)] = write.registration
         leg.in_flight.add(write.write_id)
         return write
 
@@ -103,9 +105,9 @@ class Writes:
         in_flight = (write_id for leg in push.legs.values() for write_id in leg.in_flight)
         return [write_id for write_id in in_flight if write_id in self._tracked]
 
-    def unproven(self, hello: wire.Hello, epoch: int) -> Registration | None:
-        """The registration of this epoch of this decode engine, if a WRITE for it may still land."""
-        return self._unproven.get((hello.engine_id, hello.incarnation, epoch))
+    def unproven(self, link: Link, transfer_id: str, epoch: int) -> Registration | None:
+        """The registration of this epoch of this rank of decode, if a WRITE for it may still land."""
+        return self._unproven.get(_key(link, transfer_id, epoch))
 
     def gauges(self) -> dict[str, int]:
         """Sizes."""
@@ -136,10 +138,14 @@ class Writes:
     def _forget(self, write: Write) -> None:
         write.registration.num_unproven -= 1
         if not write.registration.num_unproven:
-            del self._unproven[_key(write.registration)]
+            del self._unproven[_key_of(write.registration)]
 
 
-def _key(registration: Registration) -> tuple[str, str, int]:
-    """Survives the link: decode may come back on a new one."""
-    hello = registration.link.hello
-    return hello.engine_id, hello.incarnation, registration.epoch
+def _key(link: Link, transfer_id: str, epoch: int) -> _Key:
+    """Survives the link: decode may come back on a new one. An epoch is decode's own number, and decode is not believed
+    to give it only once: whatever concerns another rank or transfer is another registration."""
+    return link.hello.engine_id, link.hello.incarnation, link.rank, transfer_id, epoch
+
+
+def _key_of(registration: Registration) -> _Key:
+    return _key(registration.link, registration.transfer_id, registration.epoch)

@@ -184,3 +184,48 @@ def test_a_deadline_says_how_long_it_was():
     decode.expect("t", [5], [prefill], deadline_s=12)
     decode.advance(12)
     assert "within 12 s" in decode.events[0].reason
+
+
+def test_a_leg_that_arrives_while_its_rank_is_dialled_again_asks_nothing_of_it():
+    """Its pin would have kept the lost record in the place that the next generation needs."""
+    decode, left, right = make_two(max_engines=2)
+    decode.expect("t", [1, 2], [left, right])
+    decode.expect("u", [3], [left, right])
+    decode.meets(left, right)
+    decode.do(decode.core.cancel("t", decode.now_s))  # left may still write
+    decode.loses(right)
+    decode.advance(0.6)
+    decode.arrives(right, 1, 0, 2)
+    decode.meets(right)
+    assert [cancel.transfer_id for cancel in decode.told(right, wire.Cancel)] == []
+    decode.loses(right)
+    decode.advance(0.6)
+    decode.meets(right)
+    for rank in (left, right):
+        decode.arrives(rank, 2, 0, 1)
+    assert ends(decode)[-1] == ("u", "done", None)
+
+
+@pytest.mark.parametrize("num_failures", [1, 3])
+def test_renewals_are_given_up_with_the_attempts_to_reach_prefill(num_failures):
+    decode, prefill = make_one(handshake_attempts=3)
+    decode.expect("t", [5], [prefill])
+    renew(decode, ["queues"], prefill)
+    for _ in range(num_failures):
+        decode.loses(prefill)
+        decode.advance(0.5)
+    decode.expect("later", [6], [prefill])
+    decode.advance(0.5)
+    decode.meets(prefill)
+    assert len(decode.told(prefill, wire.Renew)) == (num_failures < 3)
+
+
+def test_renewals_are_given_up_with_a_refusal_that_is_final():
+    decode, prefill = make_one()
+    renew(decode, ["queues"], prefill)
+    decode.do(decode.core.link_opened(decode.dialled[address_of(prefill)], decode.now_s))
+    decode.hears(prefill, wire.Refused(FailureCode.incompatible, "another model"))
+    decode.expect("t", [5], [prefill])
+    decode.advance(0.5)
+    decode.meets(prefill)
+    assert decode.told(prefill, wire.Register) and not decode.told(prefill, wire.Renew)

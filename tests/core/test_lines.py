@@ -198,17 +198,17 @@ def test_a_write_that_stalls_and_ends_is_counted_out_once(end):
 def test_a_registration_is_unproven_until_the_last_of_its_writes_is():
     writes = make_writes()
     leg = make_matched()
-    hello = leg.registration.link.hello
+    link = leg.registration.link
     one, two = post(writes, leg, 1, 1), post(writes, leg, 1, 1)
     writes.prove(one.write_id)
-    assert writes.unproven(hello, 1) is leg.registration
-    assert writes.unproven(hello, 2) is None
+    assert writes.unproven(link, leg.transfer_id, 1) is leg.registration
+    assert writes.unproven(link, leg.transfer_id, 2) is None
     assert writes.tracked_of(leg.push) == [two.write_id]
     writes.doubt(two.write_id)
     assert writes.tracked_of(leg.push) == []
-    assert writes.unproven(hello, 1) is leg.registration
+    assert writes.unproven(link, leg.transfer_id, 1) is leg.registration
     assert writes.prove_all() == [leg.registration]
-    assert writes.unproven(hello, 1) is None
+    assert writes.unproven(link, leg.transfer_id, 1) is None
     assert not any(writes.gauges().values())
 
 
@@ -217,5 +217,5 @@ def test_rule16_doubtful_writes_are_bounded():
     for epoch in range(10):
         writes.doubt(post(writes, make_matched(epoch), 1, 1).write_id)
     assert writes.gauges()["writes_doubtful"] == len(writes._unproven) == 3
-    hello = make_matched().registration.link.hello
-    assert [epoch for epoch in range(10) if writes.unproven(hello, epoch)] == [7, 8, 9]
+    link = make_matched().registration.link
+    assert [epoch for epoch in range(10) if writes.unproven(link, f"t{epoch}", epoch)] == [7, 8, 9]

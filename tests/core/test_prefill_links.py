@@ -1,5 +1,7 @@
 """What prefill keeps of a link, and what it says over it."""
 
+from dataclasses import replace
+
 from rank_cores import ALONE, Other, Prefill
 
 from kvpush import wire
@@ -94,3 +96,37 @@ def test_rule19_an_engine_withdraws_from_no_push_of_another():
     prefill.hears(stranger, wire.Withdraw("t", 1, FailureCode.cancelled_by_peer, "?"))
     prefill.answers(owner)
     assert prefill.events == [] and len(prefill.posted) == 1
+
+
+def test_rule19_an_epoch_that_decode_uses_for_two_transfers_counts_for_each():
+    prefill, other = make_linked()
+    for name, block in (("t", 5), ("u", 6)):
+        prefill.registers(other, name, 1, [block])
+        prefill.push(name, [block])
+    prefill.answers(other)
+    first, second = sorted(prefill.posted)
+    prefill.hears(other, wire.Cancel("u", 1, FailureCode.cancelled_by_peer, "?"))
+    prefill.settles(first)
+    assert not prefill.told(other, wire.Drained)
+    prefill.settles(second)
+    assert [drained.transfer_id for drained in prefill.told(other, wire.Drained)] == ["u"]
+    assert [(end.transfer_id, end.outcome) for end in prefill.events] == [("t", "done"), ("u", "cancelled")]
+
+
+def test_rule19_a_rank_does_not_take_over_what_another_has_registered():
+    """Both say that they are one process."""
+    prefill = Prefill()
+    first, second = (Other("d0", Share(tp_rank=rank, tp_size=2)) for rank in (0, 1))
+    second.identity = replace(second.identity, incarnation=first.identity.incarnation)
+    prefill.meets(first, second)
+    prefill.registers(first, "t", 1, [5])
+    prefill.registers(second, "t", 2, [5])
+    prefill.push("t", [3])
+    prefill.answers(first, second)
+    prefill.hears(second, wire.Cancel("t", 1, FailureCode.cancelled_by_peer, "?"))
+    assert [drained.epoch for drained in prefill.told(second, wire.Drained)] == [
+        1
+    ]  # nothing of its own is written there
+    prefill.settles(prefill.write_to(first))
+    prefill.settles(prefill.write_to(second))
+    assert [end.outcome for end in prefill.events] == ["done"]

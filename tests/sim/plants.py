@@ -134,7 +134,7 @@ SIMULATED = [
             Edit(
                 PrefillCore,
                 "_cancelled_by_peer",
-                "is_owed = self._owe_drain(link, message.epoch)",
+                "is_owed = self._owe_drain(link, transfer_id, message.epoch)",
                 "is_owed = self._outbox.send(link, wire.Drained(transfer_id, message.epoch)) or True",
             )
         ],
