@@ -743,7 +743,7 @@ class DecodeCore:
         legs = [leg for leg in legs if not (leg.registered_with is not None and leg.is_quiet)]
         if not legs:
             return
-        new = self._prefill_at(old.engine_id, old.share, old.address, now_s)  # there is room: they pinned ``old``
+        new = self._prefill_at(old.engine_id, old.share, old.address, now_s)  # ``old`` has just left its place
         for leg in legs:
             leg.failed_attempts = 0
             self._house(new, leg)
