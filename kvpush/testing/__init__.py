@@ -11,6 +11,7 @@ from kvpush.testing.fake_transport import Delivery, FakeFabric, FakeTransport, F
 from kvpush.testing.network import FakeNetwork, InTransit
 from kvpush.testing.observer import Observer
 from kvpush.testing.prefill_engine import PrefillEngine
+from kvpush.testing.trace import Trace
 from kvpush.testing.violations import Stuck, Violation
 from kvpush.testing.world import World
 
@@ -31,6 +32,7 @@ __all__ = [
     "Push",
     "Receive",
     "Stuck",
+    "Trace",
     "Violation",
     "World",
     "WriteState",

@@ -72,5 +72,5 @@ def traced(scenario: Scenario, *, with_heartbeats: bool = False) -> tuple[Result
     """Run a scenario and record it."""
     trace = Trace(with_heartbeats=with_heartbeats)
     simulation = Simulation(scenario, [trace])
-    trace.watch(simulation)
+    trace.watch(simulation.world)
     return simulation.run(), trace

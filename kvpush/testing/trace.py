@@ -25,7 +25,7 @@ from kvpush.testing.oracle import Grant
 from kvpush.testing.prefill_engine import PrefillEngine
 
 if TYPE_CHECKING:
-    from kvpush.testing.simulation import Simulation
+    from kvpush.testing.world import World
 
 COLUMN = 34  # characters between two engines' lines
 QUIET = (wire.Heartbeat, wire.Writing)  # left out of a chart: nothing depends on a single one
@@ -42,7 +42,7 @@ class _Line:
 
 
 class Trace(Observer):
-    """Records a run. :meth:`chart` shows it."""
+    """Records what happens in a world whose ``observers`` it is one of, best the first. :meth:`chart` shows it."""
 
     def __init__(self, *, with_heartbeats: bool = False) -> None:
         self._lines: list[_Line] = []
@@ -51,11 +51,11 @@ class Trace(Observer):
         self._clock: Callable[[], float] = float  # nothing runs yet
         self._start_s = 0.0
 
-    def watch(self, run: Simulation) -> None:
-        """Take the time from this simulation. Call it before the run."""
-        self._clock = run.world.clock
-        self._start_s = run.world.clock()
-        self._lanes = [engine.name for engine in run.world.engines]
+    def watch(self, world: World) -> None:
+        """Take the time from this world, and a column for each engine that it has. Call it before anything happens."""
+        self._clock = world.clock
+        self._start_s = world.clock()
+        self._lanes = [engine.name for engine in world.engines]
 
     def _add(self, lane: str, text: str, to: str = "", shaft: str = "-", head: str = ">") -> None:
         for name in (lane, to):
@@ -66,12 +66,15 @@ class Trace(Observer):
     # --- recording ---------------------------------------------------------------------------------------------------
 
     def born(self, engine: Engine) -> None:
+        """A line: its name and life."""
         self._add(engine.name, f"({engine.name}: life {engine.life})")
 
     def called(self, engine: Engine, call: str, transfer_id: str, detail: str) -> None:
+        """A line under its caller."""
         self._add(engine.name, " ".join(part for part in (call, transfer_id, detail) if part))
 
     def travelled(self, sender: str, receiver: str, frames: list[bytes], fate: str) -> None:
+        """An arrow; it ends in ``x`` when the message did not arrive."""
         message = _decoded(frames)
         if isinstance(message, QUIET) and not self._with_heartbeats and fate == "delivered":
             return
@@ -86,6 +89,7 @@ class Trace(Observer):
     def emitted(
         self, engine: Engine, account: Push | Receive, event: PushFinished | ReceiveFinished | BlocksReleased
     ) -> None:
+        """A line with a star under the engine whose caller is told."""
         if isinstance(event, BlocksReleased):
             text = f"released, {'proven' if event.proven else 'NOT PROVEN'}: {event.reason}"
         else:
@@ -94,19 +98,24 @@ class Trace(Observer):
         self._add(engine.name, f"* {event.transfer_id} {text}")
 
     def posted(self, engine: PrefillEngine, write: FakeWrite, grant: Grant) -> None:
+        """A line under its writer."""
         self._add(engine.name, f"posts WRITE {_named(grant)}")
 
     def landed(self, write: FakeWrite, grant: Grant) -> None:
+        """A double arrow."""
         self._add(grant.source.name, f"WRITE {_named(grant)}", grant.sink.name, shaft="=")
 
     def write_ended(self, engine: PrefillEngine, grant: Grant, failure: Failure | None) -> None:
+        """A line for one that failed."""
         if failure is not None:
             self._add(engine.name, f"WRITE {_named(grant)}: {failure.code}")
 
     def struck(self, fault: str, detail: str) -> None:
+        """A line across the chart."""
         self._add("", f"!! {fault}: {detail}")
 
     def noted(self, text: str) -> None:
+        """A line across the chart."""
         self._add("", f"-- {text}")
 
     # --- showing -----------------------------------------------------------------------------------------------------

@@ -567,6 +567,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="at a time")
     parser.add_argument("--report", action="store_true", help="only write the report of what is known")
     args = parser.parse_args(arguments)
+    if missing := [path for path in args.tests or () if not (ROOT / path.partition("::")[0]).exists()]:
+        parser.error(f"--tests: there is no {missing[0]} in {ROOT}")  # or every mutation would count as noticed
     STATE.mkdir(parents=True, exist_ok=True)
     there_are = all_mutations()
     results = Results.load(there_are)

@@ -8,6 +8,7 @@ import sys
 import pytest
 from plants import SIMULATED, planted
 
+from kvpush.testing import Trace, World
 from kvpush.testing.command_line import main, traced
 from kvpush.testing.scenario import draw
 from kvpush.testing.shrink import Shrinker, checker_of
@@ -123,3 +124,18 @@ def test_sim_shows_the_first_seed_that_breaks_a_rule(failing, capsys, monkeypatc
     out = capsys.readouterr().out
     assert f"python -m kvpush.testing replay {scenario.seed}" in out
     assert f"shown {scenario.seed}" in out
+
+
+def test_a_world_of_ones_own_is_drawn_too():
+    world = World(seed=1)
+    prefill, decode = world.prefill("p0"), world.decode("d0")
+    trace = Trace()
+    trace.watch(world)
+    world.observers.append(trace)
+    decode.expect("t", [7], prefill)
+    prefill.push("t", [3])
+    world.settle(60)
+    chart = trace.chart()
+    assert chart.splitlines()[0].split() == ["time", "s", "p0", "d0"]
+    assert "expect t" in chart and "WRITE t" in chart and "* t done" in chart
+    assert not chart.splitlines()[-1].startswith("0.0000")
