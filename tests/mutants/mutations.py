@@ -95,9 +95,9 @@ def mutations_of(path: Path, module: str) -> list[Mutation]:
     seen: Counter[tuple[str, str, str]] = Counter()
     tree = ast.parse(path.read_text())
     outside = _digest(_without_bodies(tree))
+    digests = {node: _digest(node) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for scope, way, node in _walk(tree, "", ()):
-        function = next((part for part in _on_the_way(tree, way) if isinstance(part, ast.FunctionDef)), None)
-        source = outside if function is None else _digest(function)
+        source = next((digests[part] for part in _on_the_way(tree, way) if part in digests), outside)
         for make in _edits(node, scope):
             made = make(copy.deepcopy(node))
             before, after = getattr(make, "shown", None) or (_shown(node), _shown(made))
